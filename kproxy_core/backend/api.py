@@ -18,7 +18,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 12)
+CONTRACT = (1, 13)
 
 
 class Description(Struct, frozen=True):

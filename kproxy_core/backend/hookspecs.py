@@ -152,6 +152,17 @@ def kproxy_render(update: api.Update) -> str:
 
 
 @hookspec(firstresult=True)
+def kproxy_check_text(update: api.Update) -> str | None:
+    """Return the complaint of the mechanism's own program about the text that `kproxy_render` returns.
+
+    Optional; serves ``kproxy render --check``. Return "" if the program takes the text, None if it has no way
+    to check that. Applies nothing, and depends on nothing that the kernel holds. Raises BackendError or
+    HostError.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
 def kproxy_preview(update: api.Update) -> api.Preview:
     """Return the operations with which a `Scope.RESYNC` would bring the kernel to *update* now.
 

@@ -41,6 +41,9 @@ class BackendInstance:
     def render(self, update: api.Update) -> str:
         return str(self._hooks.kproxy_render(update=update))
 
+    def check_text(self, update: api.Update) -> str | None:
+        return cast(str | None, self._hooks.kproxy_check_text(update=update))
+
     def preview(self, update: api.Update) -> api.Preview | None:
         return cast(api.Preview | None, self._hooks.kproxy_preview(update=update))
 

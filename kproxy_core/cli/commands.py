@@ -105,15 +105,20 @@ def switch(mode: str, check: bool, output: str) -> None:
 @kproxy.command(cls=FlagCommand)
 @with_flags(RULES)
 @click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only this one.")
-def render(family: str | None, **options: Any) -> None:
-    """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed."""
-    from kproxy_core.cli.rendering import rendered
+@click.option("--check", is_flag=True, help="Only say whether the mechanism's own program takes the rules.")
+def render(family: str | None, check: bool, **options: Any) -> None:
+    """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed.
+
+    With --check, rules that are text for nft are checked in a network namespace of their own. Exit status: 0
+    if they are accepted, else 1.
+    """
+    from kproxy_core.cli.rendering import checked, rendered
     from kproxy_core.model.address import Family
 
     families = tuple(f for f in Family if family in (None, f.label.lower()))
     with cli_errors():
-        for rules in rendered(given(options), families):
-            click.echo(rules)
+        for line in (checked if check else rendered)(given(options), families):
+            click.echo(line)
 
 
 for command in COMMANDS:

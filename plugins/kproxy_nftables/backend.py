@@ -71,6 +71,17 @@ class NftablesBackend:
         return render_text(update, self._extras)
 
     @hookimpl
+    def kproxy_check_text(self, update: api.Update) -> str:
+        """Have libnftables check the table in an empty network namespace.
+
+        Without the flowtable: its devices are the node's, and a kernel that has none serves without it.
+        """
+        from kproxy_core.host.libnftables.texts import complaint
+        from kproxy_nftables.inspection.render import render_text
+
+        return complaint(render_text(update, self._extras._replace(flowtable=())))
+
+    @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
         from kproxy_nftables.inspection.preview import preview
 

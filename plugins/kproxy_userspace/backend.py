@@ -15,7 +15,7 @@ from kproxy_userspace.family import FamilyState
 from kproxy_userspace.inspection.explain import explain, frontends
 from kproxy_userspace.inspection.metrics import measurements
 from kproxy_userspace.inspection.preview import preview
-from kproxy_userspace.inspection.render import render_text
+from kproxy_userspace.inspection.render import complaint_about, render_text
 from kproxy_userspace.inspection.traffic import Traffic
 from kproxy_userspace.kernel.portals import Portals, open_portals
 from kproxy_userspace.kernel.workers import WorkerPool
@@ -62,6 +62,10 @@ class UserspaceBackend:
     @hookimpl
     def kproxy_render(self, update: api.Update) -> str:
         return render_text(update, self._settings)
+
+    @hookimpl
+    def kproxy_check_text(self, update: api.Update) -> str | None:
+        return complaint_about(update, self._settings)
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:

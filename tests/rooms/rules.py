@@ -38,7 +38,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "model": frozenset({"msgspec"}),
     "plan": frozenset({"msgspec"}),
     "backend": frozenset({"msgspec", "pluggy"}),
-    "host": frozenset({"msgspec"}),
+    "host": frozenset({"msgspec", "nftables"}),
     "timing": frozenset(),
     "config": frozenset({"msgspec", "yaml"}),
     "store": frozenset({"msgspec"}),
@@ -69,7 +69,7 @@ FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
 
 IMPORTED_AS = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry", "protobuf": "google",
-    "prometheus-client": "prometheus_client", "pyyaml": "yaml",
+    "prometheus-client": "prometheus_client", "python3-nftables": "nftables", "pyyaml": "yaml",
 }  # fmt: skip
 """Modules of distributions with another name."""
 
@@ -109,10 +109,11 @@ NAMES_A_BACKEND = frozenset(
         "config.settings", "config.check", "config.file", "config.flags", "config.merge", "config.write",
         "testing.conformance.kernel_state", "testing.conformance.rendering", "testing.drivers.driver",
         "testing.suite.evidence", "testing.__main__", "cli.inspection.kernel_state",
+        "host.libnftables.child", "host.libnftables.texts",
     )
 )  # fmt: skip
-"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit and
-reports read the rules that iptables' programs left in a kernel."""
+"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
+reports read the rules that iptables' programs left in a kernel; and libnftables is the name of a library."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""

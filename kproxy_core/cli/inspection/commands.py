@@ -168,7 +168,8 @@ def trace(target: str, sender: str, count: int, seconds: float, output: str, **o
     from kproxy_core.cli.inspection.tracing import Trace, formatted, read_answers
     from kproxy_core.explain.request import parse_sender
 
-    seen, problem = 0, ""
+    seen = 0
+    watch: Trace | None = None
     try:
         with cli_errors():
             wanted = parse_sender(sender)
@@ -177,10 +178,9 @@ def trace(target: str, sender: str, count: int, seconds: float, output: str, **o
             for packet in watch.packets(count=count, seconds=seconds):
                 show(formatted(packet, output))
                 seen += 1
-            problem = watch.problem
     except KeyboardInterrupt:
         pass
-    if problem:
+    for problem in watch.problems if watch is not None else ():
         click.echo(f"Warning: {problem}", err=True)
     if not seen:
         click.echo(f"no packet to {target} was seen in {seconds:g} s", err=True)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.libnftables.texts import list_tables
 from kproxy_core.host.modules import Modules, Presence
 
 _COMMANDS = (
     # File, module that the command would load, command.
-    ("nft-ruleset.txt", "nf_tables", ("nft", "-a", "list", "ruleset")),
     ("iptables.txt", "", ("iptables-save", "-c")),
     ("ip6tables.txt", "", ("ip6tables-save", "-c")),
     ("ipset.txt", "ip_set", ("ipset", "list")),
@@ -33,9 +33,14 @@ _SYSCTLS = (
 
 def kernel_state() -> Iterator[tuple[str, str]]:
     modules = Modules()
+
+    def is_loaded(module: str) -> bool:
+        return modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
+
+    if is_loaded("nf_tables"):
+        yield "nft-ruleset.txt", _ruleset()
     for name, module, command in _COMMANDS:
-        is_loaded = not module or modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
-        if is_loaded and programs.find(command[0]):
+        if (not module or is_loaded(module)) and programs.find(command[0]):
             yield name, _output(command)
     for name, path in _FILES:
         try:
@@ -43,6 +48,15 @@ def kernel_state() -> Iterator[tuple[str, str]]:
         except OSError:
             continue
     yield "sysctl.txt", "".join(_sysctls())
+
+
+def _ruleset() -> str:
+    """Return all tables as nft prints them, behind a comment for each one that it cannot."""
+    try:
+        text, unread = list_tables(style=["handle_output"])
+    except HostError as error:
+        return f"# {error}\n"
+    return "".join(f"# {problem}\n" for problem in unread) + text
 
 
 def _output(command: tuple[str, ...]) -> str:

@@ -70,7 +70,7 @@ class Trace:
             self._table, list(self._owners), self._local.__contains__, endpoints, dialled)
         self._endpoints, self._at_sockets = endpoints, dialled is not None
         self._texts = RuleTexts()
-        self.problem = ""
+        self._blind = ""
         """The reason why rules are not seen, so that drops are not either."""
 
     def packets(self, *, count: int, seconds: float) -> Iterator[dict[str, Any]]:
@@ -82,7 +82,7 @@ class Trace:
             try:
                 stack.enter_context(open_table(self._table, list(self._owners)))
             except OSError as error:
-                self.problem = f"rules are not seen, only connections: nf_tables: {error.strerror}"
+                self._blind = f"rules are not seen, only connections: nf_tables: {error.strerror}"
             for events in (flows, traces):
                 selector.register(events, selectors.EVENT_READ)
             ends = time.monotonic() + seconds
@@ -99,6 +99,12 @@ class Trace:
                         yield self._described(packet, now)
                 if now >= ends and not self._tracer.is_busy:
                     return
+
+    @property
+    def problems(self) -> list[str]:
+        """The reasons why rules were not seen, or not with their texts."""
+        texts = [f"rules are shown by their handles: {problem}" for problem in self._texts.problems]
+        return [self._blind, *texts] if self._blind else texts
 
     def _described(self, packet: TracedPacket, now: float) -> dict[str, Any]:
         rules = [

@@ -1,17 +1,50 @@
 """Tables and chains of nf_tables, looked up by name."""
 
 import errno
-from typing import Final
+from typing import Final, NamedTuple
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import nf_tables
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
+from kproxy_core.host.netlink.messages import (
+    NETLINK_NETFILTER,
+    NFGENMSG,
+    Span,
+    attributes,
+    text,
+    text_attribute,
+)
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 
 _CHAIN_NAME: Final = 3
 _ABSENT: Final = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 """No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
+
+
+class TableName(NamedTuple):
+    family: str
+    """nft's name: ``ip``, ``ip6``, ``inet``, ..."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.name}"
+
+
+def all_tables() -> list[TableName]:
+    """Return the tables of all families; none in a kernel without nf_tables. Raises HostError."""
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return sock.dump(nf_tables.GETTABLE, NFGENMSG.pack(0, 0, 0), lambda found: [*map(_named, found)])
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return []
+        raise HostError("cannot list the tables of nf_tables", error) from error
+
+
+def _named(table: Span) -> TableName:
+    data, start, end = table
+    name = attributes(data, start + NFGENMSG.size, end)[nf_tables.TABLE_NAME]
+    return TableName(nf_tables.FAMILIES.get(data[start], "?"), text(name))
 
 
 def table_exists(family: Family, table: str) -> bool:

@@ -40,9 +40,6 @@ def trace_events() -> Announcements[TraceEvent]:
     return Announcements((_NFNLGRP_NFTRACE,), parse, "trace packets")
 
 
-_FAMILIES = {1: "inet", 2: "ip", 10: "ip6"}
-
-
 def parse(data: bytes) -> Iterator[TraceEvent]:
     """Yield the announcements in one datagram."""
     for kind, _, _, start, end in messages(data):
@@ -53,7 +50,7 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
         yield TraceEvent(
             int.from_bytes(found.get(6, b""), "big"),
             int.from_bytes(found.get(4, b""), "big") == _NFT_TRACETYPE_RULE,
-            _FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
+            nf_tables.FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
             int.from_bytes(found.get(3, b""), "big"), _verdict(found), protocol, way,
         )  # fmt: skip
 

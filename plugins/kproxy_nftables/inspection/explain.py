@@ -3,8 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.backend.errors import BackendError
+from kproxy_core.host.libnftables.texts import Crashed, list_table
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -22,17 +23,21 @@ _FEW = 1000
 
 
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
-    """Return the way of each packet. Raises BackendError."""
+    """Return the way of each packet. Raises BackendError or HostError."""
     if not live:
         return [walk(q.packet, q.node, _Written(q.node, q.plan)) for q in questions]
     family = questions[0].node.family
     with Kernel() as kernel:
-        table = _kube_proxys(kernel, family) or _InKernel(kernel, family, whole=len(questions) > _FEW)
+        try:
+            table = _kube_proxys(kernel, family) or _InKernel(kernel, family, whole=len(questions) > _FEW)
+        except Crashed as error:
+            unread = KernelObject(f"table {family.ip} {kube_proxy.TABLE}", str(error))
+            return [KernelSide((unread,)) for _ in questions]
         return [walk(question.packet, question.node, table) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
-    """Return the frontends in the maps of the kernel. Raises BackendError."""
+    """Return the frontends in the maps of the kernel. Raises BackendError or HostError."""
     with Kernel() as kernel:
         if (table := _kube_proxys(kernel, family)) is not None:
             vips, node_ports = table.keys(kube_proxy.VIPS), table.keys(kube_proxy.NODE_PORTS)
@@ -43,10 +48,10 @@ def frontends(family: Family) -> list[Frontend]:
 
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
-    """Return kube-proxy's table if it alone exists."""
+    """Return kube-proxy's table if it alone exists. Raises BackendError or HostError."""
     if kernel.has_table(family, TABLE) or not kernel.has_table(family, kube_proxy.TABLE):
         return None
-    text = kernel.table_text(family, kube_proxy.TABLE)
+    text = list_table(family.ip, kube_proxy.TABLE, ["handle_output"])
     return KubeProxyTable(listed_rules(text.splitlines()), text)
 
 

@@ -1,6 +1,7 @@
-"""Serves the hook `kproxy_render`: all portals of one family, for people to read."""
+"""Serves the hooks `kproxy_render` and `kproxy_check_text`: all portals of one family, for people to read."""
 
 from kproxy_core.backend.api import Update
+from kproxy_core.host.libnftables.texts import complaint
 from kproxy_userspace.batch import iptables_rewrite, nft_rewrite
 from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings
@@ -25,3 +26,10 @@ def render_text(update: Update, settings: Settings) -> str:
     if find_tables(update.family) is None:
         return nft_rewrite(update.family, redirects, at)
     return iptables_rewrite(redirects, JUMPS)
+
+
+def complaint_about(update: Update, settings: Settings) -> str | None:
+    """Return libnftables' complaint about the text; None for iptables-restore. Raises HostError."""
+    if settings.listen is None and find_tables(update.family) is not None:
+        return None
+    return complaint(render_text(update, settings))

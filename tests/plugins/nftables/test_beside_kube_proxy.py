@@ -1,6 +1,7 @@
 """``kproxy diff`` beside kube-proxy's nftables mode: the same, unless something is stale or missing."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,14 +12,19 @@ from msgspec.structs import replace
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.explain.answer import Json
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.libnftables import texts
+from kproxy_core.host.libnftables.texts import list_table
 from kproxy_core.model.address import Family, format_address, format_socket
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.inspection.explain import explain, frontends
-from kproxy_nftables.kernel import Kernel
+from tests.nft_releases.releases import BOOKWORM, RELEASES, TRIXIE, Release
 from tests.plugins.explained import KnownPlans, differences_of, questions, questions_about
 from tests.plugins.iptables import golden_cases
 from tests.plugins.nftables.kube_proxy_table import kube_proxys_table
+
+on_each = pytest.mark.parametrize("release", RELEASES, ids=str)
 
 
 @contextmanager
@@ -31,8 +37,7 @@ def beside_kube_proxy(case: str) -> Iterator[KnownPlans]:
 
 
 def run(commands: str) -> None:
-    with Kernel() as kernel:
-        kernel.apply_text(commands)
+    subprocess.run(["nft", "-f", "-"], input=commands, text=True, check=True)
 
 
 def found_in(plans: KnownPlans) -> list[Json]:
@@ -56,6 +61,36 @@ def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
         assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in texts
 
 
+@on_each
+def test_tables_of_a_newer_nft_do_not_hide_kube_proxys(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "interpreters", lambda: [release.python])
+    with beside_kube_proxy("clusterip-tcp-ipv4") as plans:
+        assert TRIXIE.run("-f", "-", stdin="table ip foreign { set s { type ifname; }; }").returncode == 0
+        assert found_in(plans) == []
+
+
+@on_each
+def test_a_table_of_kube_proxy_that_crashes_libnftables_is_named(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "interpreters", lambda: [release.python])
+    with beside_kube_proxy("clusterip-tcp-ipv4") as plans:
+        written = BOOKWORM.run("list", "table", "ip", "kube-proxy").stdout
+        newer = TRIXIE.run("-f", "-", stdin=f"delete table ip kube-proxy\n{written}")
+        assert newer.returncode == 0, newer.stderr
+        sides = explain(questions_about(plans.plans, plans.node), live=True)
+        if release is TRIXIE:
+            assert found_in(plans) == []
+        else:
+            crash = "libnftables 1.0.6 crashes (SIGSEGV) on table ip kube-proxy"
+            assert {side.fate for side in sides} == {None}
+            assert all(crash in side.objects[0].text for side in sides)
+            with pytest.raises(HostError, match=re.escape(crash)):
+                frontends(Family.IPV4)
+
+
 @pytest.mark.parametrize("case", ["slices-moved-ipv4", "slices-moved-ipv6"])
 def test_a_service_that_kube_proxy_kept_is_stale(case: str) -> None:
     with beside_kube_proxy(case) as plans:
@@ -70,8 +105,7 @@ def test_the_endpoint_that_kube_proxy_remembers_for_a_client_is_found(family: Fa
         asked, where = next(
             (question, question.plan.cluster[-1]) for question in questions_about(plans.plans, plans.node)
             if question.plan is not None and question.plan.affinity_seconds)
-        with Kernel() as kernel:
-            listed = kernel.table_text(family, "kube-proxy")
+        listed = list_table(family.ip, "kube-proxy")
         host = format_address(where.address).replace(":", ".")
         name = re.search(rf"affinity-\S+__{re.escape(host)}/", listed)
         assert name

@@ -8,6 +8,7 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view
+from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.inspection.render import render_text
 from kproxy_nftables.settings import read_settings
 from kproxy_nftables.skeleton import Extras
@@ -50,3 +51,8 @@ def test_rules_have_no_flowtable_without_devices() -> None:
     update = full_update(node_view(), {})
     assert "flow" not in render_text(update)
     assert 'devices = { "eth0", "cni0" }' in render_text(update, Extras(flowtable=("eth0", "cni0")))
+
+
+def test_rendered_rules_are_checked_without_the_devices_of_the_node() -> None:
+    backend = NftablesBackend(BackendSettings((Family.IPV4,), options={"flowtable": ["eth7"]}))
+    assert backend.kproxy_check_text(full_update(node_view(), {})) == ""

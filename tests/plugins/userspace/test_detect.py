@@ -8,6 +8,8 @@ from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.host import programs, trial
 from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.questions.detect import detect
 
 BOTH = BackendSettings(tuple(Family))
@@ -38,6 +40,17 @@ def test_without_iptables_it_is_tried_with_nft(netns: None, monkeypatch: pytest.
     assert names[1:] == ["IPv4: redirection by nft", "IPv6: redirection by nft"]
     listed = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True)
     assert listed.stdout == ""
+
+
+def test_rendered_portals_are_checked_where_nft_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = service("web", "80@30080", load_balancer_ips="203.0.113.1", source_ranges="198.51.100.0/24")
+    node = node_view(anywhere=True)
+    update = full_update(node, plans(node, of, endpoint_slice("web", "10.0.0.1")))
+    with_iptables = UserspaceBackend(BOTH).kproxy_check_text(update)
+    hide(monkeypatch, "iptables")
+    backend = UserspaceBackend(BOTH)
+    assert "198.51.100.0/24 . 203.0.113.1 . tcp . 80" in backend.kproxy_render(update)
+    assert (with_iptables, backend.kproxy_check_text(update)) == (None, "")
 
 
 def test_without_both_there_is_still_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
