@@ -179,6 +179,9 @@ class SyncReport(Struct, frozen=True):
     """Service ports that are not, or only partly, programmed, with the reason. The cause concerns that
     service port only, such as a port in use; everything else is programmed. After a growing delay they are in
     `Update.changed` again."""
+    degraded: str = ""
+    """Why another mechanism serves instead of this mode's, such as the rules of its base; "": none does.
+    ``/healthz`` shows it, and a sync is made again after a growing delay. A switch to the mode fails."""
 
 
 class Preview(NamedTuple):

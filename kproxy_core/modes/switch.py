@@ -172,7 +172,10 @@ class ModeSwitch:
             loop.hold()
             updates = loop.updates(node)
             for update in updates:
-                for key, problem in _sync(new, update).unserved.items():
+                synced = _sync(new, update)
+                if synced.degraded:
+                    raise ProofFailed(f"{new.mode}: {synced.degraded}")
+                for key, problem in synced.unserved.items():
                     raise ProofFailed(f"{new.mode}: {key} would not be served: {problem}")
             return updates
 

@@ -43,6 +43,8 @@ class FamilySync:
         self._cpu_before = 0.0
         self._trigger_times: list[float] = []
         self._failures = 0
+        self._degraded = ""
+        """`SyncReport.degraded` of the last sync."""
         self._damage = ""
         self._damages = 0
         self._is_damaged = False
@@ -62,6 +64,7 @@ class FamilySync:
         self.instance = instance
         self.pacing = pacing
         self._failures = 0
+        self._degraded = ""
         self._damages = 0
 
     def set_node(self, node: NodeView) -> None:
@@ -87,11 +90,11 @@ class FamilySync:
             return
         started, self._cpu_before = self._clock(), self._cpu()
         for observer in self._observers:
-            observer.sync_started(self.family, retry=bool(self._failures or self.plans.unserved))
+            observer.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
         for conflict in self.plans.plan():
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
         self._trigger_times += self._objects.take_trigger_times()
-        if scope is Scope.CHANGED and not self.plans.differs:
+        if scope is Scope.CHANGED and not self.plans.differs and not self._degraded:
             self._succeeded(started, scope, None)
             return
         if udp_frontends := self.plans.pending_udp_frontends():
@@ -117,10 +120,11 @@ class FamilySync:
             self._is_damaged = False
         if report is not None:
             self._log_sync(scope, report, ended - started)
-            problem = self._log_unserved(report)
+            problem = "; ".join(filter(None, (self._log_unserved(report), report.degraded)))
+            self._degraded = report.degraded
             steps = self.plans.acknowledge(report.unserved)
             self.is_synced = True
-        self.pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
+        self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
@@ -155,6 +159,11 @@ class FamilySync:
             }},
             exc_info=None if expected else error,
         )
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """A sync succeeded, and has to be made again all the same."""
+        return bool(self.plans.unserved) or bool(self._degraded)
 
     def _cost(self) -> float:
         """Return the CPU seconds of the sync so far. A busy machine makes it longer, but not costlier."""

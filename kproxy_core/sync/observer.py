@@ -49,7 +49,7 @@ class Synced(Struct, frozen=True, kw_only=True):
     named: Sequence[str] = ()
     """The first API objects whose changes were programmed, with their resource versions."""
     problem: str = ""
-    """Service ports that the backend could not serve, for people; "": none."""
+    """What the backend could not serve, or not as its mode does, for people; "": nothing."""
     is_first: bool = False
     """The first success of this family in this process."""
     rules_were_missing: bool = False

@@ -29,8 +29,8 @@ class Pacing:
     seconds while nothing runs (kube-proxy's bounded-frequency runner).
 
     A failed run is repeated after a delay that doubles up to *retry_cap*. A request in the meantime moves the
-    retry forward. A successful run that left service ports unserved is repeated after the same delays, but
-    holds up no other change. A full run is due an hour after the last successful one.
+    retry forward. A successful run that is incomplete is repeated after the same delays, but holds up no
+    other change. A full run is due an hour after the last successful one.
 
     A repair is a full run that ignores all of these limits. It rests four times the cost of the full runs
     before it, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
@@ -59,7 +59,7 @@ class Pacing:
         """End of all rests after full runs."""
         self._failures = Backoff(longest=retry_cap)
         self._retry_at: float | None = None
-        self._unserved = Backoff(longest=retry_cap)
+        self._incomplete = Backoff(longest=retry_cap)
         self._again_at: float | None = None
 
     def look_often(self) -> None:
@@ -102,7 +102,7 @@ class Pacing:
         return max(now, min(times)) if times else None
 
     def ran(
-        self, started: float, ended: float, scope: Scope, ok: bool, *, cost: float, unserved: bool = False,
+        self, started: float, ended: float, scope: Scope, ok: bool, *, cost: float, incomplete: bool = False,
     ) -> None:
         """Record a run from *started* to *ended* that took *cost* seconds of CPU time.
 
@@ -125,9 +125,9 @@ class Pacing:
             return
         self._failures.reset()
         self._retry_at = None
-        if not unserved:
-            self._unserved.reset()
-        self._again_at = ended + self._unserved.delay() if unserved else None
+        if not incomplete:
+            self._incomplete.reset()
+        self._again_at = ended + self._incomplete.delay() if incomplete else None
         if scope is Scope.RESYNC or self._full_at is None:  # the first run after a mode switch may be partial
             self._full_at = ended + self._full_period
         if scope is Scope.RESYNC or self._wanted is not Scope.RESYNC:

@@ -5,7 +5,10 @@ the two nor a failure of the programs can lose a connection.
 """
 
 import logging
+import time
 from collections.abc import Generator, Sequence
+
+from msgspec.structs import replace
 
 from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
@@ -21,13 +24,21 @@ from kproxy_ebpf.inspection.preview import preview
 from kproxy_ebpf.inspection.render import render_text
 from kproxy_ebpf.inspection.traffic import Counted
 from kproxy_ebpf.kernel.pinned import pinned_maps
-from kproxy_ebpf.kernel.port import Kernel
-from kproxy_ebpf.kernel.programs import Compilation
+from kproxy_ebpf.kernel.port import Kernel, leave_to_rules
+from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
 from kproxy_ebpf.questions.detect import lacking
 from kproxy_ebpf.settings import read_settings
 from kproxy_ebpf.watch import Look, Watcher
 
 log = logging.getLogger("kproxy.ebpf")
+
+_PATIENCE = 20.0
+"""Seconds for which the first sync waits for the compiler. It takes half a second on a node, 17 on a kernel
+that is emulated."""
+_POLL = 0.05
+"""Seconds for which later syncs wait."""
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 300.0
+"""Seconds between two attempts to set the programs up. One that compiles takes 120 MiB and half a second."""
 
 
 class EbpfBackend:
@@ -40,9 +51,16 @@ class EbpfBackend:
         self._counts = Counted(self._settings)
         self._compilation: Compilation | None = None
         self._kernel: Kernel | None = None
-        self._families: dict[object, FamilyState] = {}
+        self._families: dict[Family, FamilyState] = {}
         self._watcher: Watcher | None = None
-        self._attached = False
+        self._patience = _PATIENCE
+        self._delay = _FIRST_DELAY
+        self._retry_at = 0.0
+        """On the monotonic clock."""
+        self._trouble = ""
+        """Why the rules serve local sockets."""
+        self._is_detached = False
+        """No program chooses endpoints since the last attempt failed, one of an earlier process included."""
 
     @hookimpl(wrapper=True)
     def kproxy_begin(self) -> Generator[None, bool, bool]:
@@ -63,31 +81,26 @@ class EbpfBackend:
         kernel = self._kernel
         if kernel is None:
             report = yield
-            kernel = self._open()
-            if kernel is None:
-                return report
-            state = self._families[update.family]
-            difference = state.withdraw(update)
-        else:
-            state = self._families[update.family]
-            difference = state.withdraw(update)
-            try:
-                report = yield
-            except TrustLost:
-                state.distrust()
-                raise
-            except SyncFailed:
-                state.restore(difference)
-                raise
+            operations = self._set_up(update)
+            return replace(report, operations=report.operations + operations, degraded=self._trouble)
+        state = self._families[update.family]
+        difference = state.withdraw(update)
+        try:
+            report = yield
+        except TrustLost:
+            state.distrust()
+            raise
+        except SyncFailed:
+            state.restore(difference)
+            raise
         try:
             operations = state.write(update, difference)
         except SyncFailed:
             state.distrust()
             raise
-        if not self._attached or (update.scope is api.Scope.RESYNC and kernel.problem()):
-            kernel.attach()  # A family that has no elements yet is served by the rules.
-            self._attached = True
-        return api.SyncReport(report.operations + operations, report.detail, report.unserved)
+        if update.scope is api.Scope.RESYNC and kernel.problem():
+            kernel.attach()
+        return replace(report, operations=report.operations + operations)
 
     @hookimpl(wrapper=True)
     def kproxy_render(self, update: api.Update) -> Generator[None, str, str]:
@@ -136,7 +149,7 @@ class EbpfBackend:
 
     @hookimpl
     def kproxy_measure(self) -> list[api.Measurement]:
-        attached = self._attached and not self._look()[1]
+        attached = self._kernel is not None and not self._look()[1]
         about = "1 while the BPF programs translate local sockets"
         return [api.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
 
@@ -151,25 +164,67 @@ class EbpfBackend:
             self._kernel.close()
         return (yield)
 
-    def _open(self) -> Kernel | None:
-        """Return the kernel's maps and programs; None where they cannot be had: the rules serve alone.
+    def _set_up(self, update: api.Update) -> int:
+        """Have programs choose endpoints for *update*, or none at all. Return the number of elements written.
 
-        Tried once for each process.
+        Programs that an earlier process attached choose from maps that nobody writes until this succeeds.
         """
+        if time.monotonic() >= self._retry_at:
+            try:
+                operations = self._start(update)
+            except StillCompiling as error:
+                self._left_to_rules(self._trouble or str(error))
+            except (OSError, HostError, SyncFailed) as error:
+                self._retry_at = time.monotonic() + self._delay
+                self._delay = min(2 * self._delay, _LONGEST_DELAY)
+                self._left_to_rules(str(error))
+            else:
+                if self._trouble:
+                    log.info("local sockets are translated")
+                self._trouble = ""
+                return operations
+        if not self._is_detached:
+            try:
+                leave_to_rules(self._settings)
+                self._is_detached = True
+            except (OSError, SyncFailed) as error:
+                log.error("programs may choose removed endpoints", extra={"fields": {"error": str(error)}})
+        return 0
+
+    def _start(self, update: api.Update) -> int:
+        """Load the programs, fill the maps and attach; nothing that was opened is kept after a failure.
+
+        Raises HostError, SyncFailed or OSError.
+        """
+        patience, self._patience = self._patience, _POLL
         if self._compilation is None:
-            return None
+            self._compilation = Compilation()
         try:
-            compiled = self._compilation.result()
-            counting = () if not self._counted else names.COUNTING if are_counted() else (names.OUTCOMES,)
-            kernel = Kernel(self._settings, families=self._families_served, counting=counting)
-            kernel.open(compiled)
-        except (HostError, SyncFailed) as error:
-            log.error("local sockets are left to the rules", extra={"fields": {"error": str(error)}})
+            compiled = self._compilation.result(patience)
+        except StillCompiling:
+            raise
+        except HostError:
             self._compilation = None
-            return None
-        self._kernel = kernel
-        self._families = {family: FamilyState(family, kernel) for family in self._families_served}
-        return kernel
+            raise
+        counting = () if not self._counted else names.COUNTING if are_counted() else (names.OUTCOMES,)
+        kernel = Kernel(self._settings, families=self._families_served, counting=counting)
+        families = {family: FamilyState(family, kernel) for family in self._families_served}
+        try:
+            kernel.open(compiled)
+            state = families[update.family]
+            operations = state.write(update, state.withdraw(update))
+            kernel.attach()  # A family that has no elements yet is served by the rules.
+        except Exception:
+            kernel.close()
+            raise
+        self._kernel, self._families = kernel, families
+        return operations
+
+    def _left_to_rules(self, trouble: str) -> None:
+        self._is_detached = False
+        if trouble != self._trouble:
+            log.error("local sockets are left to the rules", extra={"fields": {"error": trouble}})
+        self._trouble = trouble
 
     def _look(self) -> Look:
         if self._kernel is None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -24,23 +24,22 @@ class FamilyState:
         self._family = family
         self._kernel = kernel
         self._applied: Applied | None = None
-        """None: only a resync will do."""
+        """None: the maps have to be read."""
         self._node_addresses: dict[bytes, bytes] = {}
 
     def withdraw(self, update: Update) -> Difference | None:
         """Remove what must not be chosen any more, before the rules change. `write` does the rest.
 
-        Return the difference, or None if the maps are empty. Raises SyncFailed, TrustLost.
+        Read the maps first where their content is not known. Return the difference, or None if the maps are
+        empty. Raises SyncFailed, TrustLost.
         """
-        if update.scope is Scope.RESYNC:
+        if update.scope is Scope.RESYNC or self._applied is None:
             self._applied = None
             actual = self._kernel.contents(self._family)
             self._node_addresses = actual.pop(names.NODE_ADDRESSES)
             if not any(actual.values()):
                 return None
             difference = compare(actual, contents(update.plans.values()))
-        elif self._applied is None:
-            raise TrustLost("the maps have not been read yet")
         else:
             difference = self._applied.difference(update.changed)
         self._kernel.withdraw(difference)
@@ -59,12 +58,13 @@ class FamilyState:
         else:
             self._kernel.write(difference)
             operations += difference.operations
+        were_read = self._applied is None
         if self._applied is None:
             self._applied = Applied(update.plans)
         else:
             self._applied.acknowledge(update.changed)
         self._node_addresses = wanted
-        if difference is None or update.scope is Scope.RESYNC or difference.withdrawn[names.ENDPOINTS]:
+        if difference is None or were_read or difference.withdrawn[names.ENDPOINTS]:
             # Their clients connect again, and what they find by then is complete.
             self._kernel.destroy_connected_sockets()
         return operations

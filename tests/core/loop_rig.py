@@ -47,7 +47,8 @@ class Clock:
 class RecordingBackend:
     """A backend that holds plans as a kernel would, and fails on demand.
 
-    `problems` are raised by the next syncs, one each; `unserved` can't be served; a sync takes `seconds`.
+    `problems` are raised by the next syncs, one each; `unserved` can't be served, `degraded` is
+    reported; a sync takes `seconds`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -56,6 +57,7 @@ class RecordingBackend:
         self.updates: list[Update] = []
         self.problems: list[Exception | None] = []
         self.unserved: dict[ServicePortKey, str] = {}
+        self.degraded = ""
         self.damaged: Damage | None = None
         self.watches = True
         """It notices foreign changes."""
@@ -86,7 +88,7 @@ class RecordingBackend:
                 held[key] = plan
         self.nodes[update.family] = update.node
         operations = len(update.changed) if self.operations is None else self.operations
-        return SyncReport(operations=operations, unserved=dict(self.unserved))
+        return SyncReport(operations=operations, unserved=dict(self.unserved), degraded=self.degraded)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

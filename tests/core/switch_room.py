@@ -58,6 +58,8 @@ class Mode:
     """Each sync reports something to do."""
     unserved: dict[ServicePortKey, str] = field(default_factory=dict)
     """Each sync reports these."""
+    degraded: str = ""
+    """Each sync reports this."""
     strangers: bool = False
     """kube-proxy left something in the same mode."""
     caveats: tuple[Caveat, ...] = ()
@@ -130,7 +132,8 @@ class Backend:
             if plan is None:
                 del mode.rules[key]
         mode.story.append(f"{mode.name} {update.scope.value}")
-        return SyncReport(int(mode.restless or before != mode.rules), unserved=dict(mode.unserved))
+        return SyncReport(
+            int(mode.restless or before != mode.rules), unserved=dict(mode.unserved), degraded=mode.degraded)
 
     @hookimpl
     def kproxy_render(self) -> str:

@@ -293,6 +293,26 @@ def test_an_unserved_service_port_is_retried_and_delays_no_other() -> None:
     assert rig.loop.next_wakeup() == pytest.approx(3600.0)
 
 
+def test_a_degraded_mode_is_retried_and_delays_no_change() -> None:
+    rig = Rig(families=[V4])
+    rig.backend.degraded = "programs do not load"
+    rig.start(WEB, WEB_SLICE)
+    assert rig.health.healthy()
+    assert "IPv4: programs do not load" in rig.health.healthz().body.decode()
+    for delay in (0.1, 0.2, 0.4):
+        assert rig.loop.next_wakeup() == pytest.approx(rig.clock.now + delay)
+        rig.clock.now += delay
+        (update,) = rig.turn()
+        assert (update.scope, list(update.changed)) == (Scope.CHANGED, [])
+    (update,) = rig.say(ServiceSet(service("other", ip="10.96.0.2")))
+    assert [key.name for key in update.changed] == ["other"]
+    rig.backend.degraded = ""
+    rig.clock.now += 60.0
+    assert len(rig.turn()) == 1
+    assert b"problems" not in rig.health.healthz().body
+    assert rig.turn() == []
+
+
 def test_an_unserved_service_can_be_removed() -> None:
     rig = Rig(families=[V4])
     (update,) = rig.start(WEB)

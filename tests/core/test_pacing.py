@@ -293,13 +293,13 @@ def test_no_request_is_forgotten_and_the_rate_is_kept(
 def test_unserved_service_ports_are_retried_and_delay_no_change() -> None:
     pacing = started(Loop()).pacing
     pacing.request(1010.0)
-    pacing.ran(1010.0, 1010.0, CHANGED, True, cost=0.0, unserved=True)
+    pacing.ran(1010.0, 1010.0, CHANGED, True, cost=0.0, incomplete=True)
     assert pacing.next_wakeup(1010.0) == pytest.approx(1010.1)
     assert (pacing.due(1010.0), pacing.due(1010.1)) == (None, CHANGED)
     pacing.request(1010.05)
     assert pacing.due(1010.05) is CHANGED
-    pacing.ran(1010.1, 1010.1, CHANGED, True, cost=0.0, unserved=True)
-    pacing.ran(1020.0, 1020.0, RESYNC, True, cost=0.0, unserved=True)
+    pacing.ran(1010.1, 1010.1, CHANGED, True, cost=0.0, incomplete=True)
+    pacing.ran(1020.0, 1020.0, RESYNC, True, cost=0.0, incomplete=True)
     assert pacing.next_wakeup(1020.0) == pytest.approx(1020.4), "a change is enough"
     assert pacing.due(1020.4) is CHANGED
     pacing.ran(1020.4, 1020.4, CHANGED, True, cost=0.0)

@@ -204,6 +204,10 @@ def lacks_a_port(room: Room) -> None:
     room.new.unserved = {web: "port 30080 is taken"}
 
 
+def serves_by_other_means(room: Room) -> None:
+    room.new.degraded = "its programs do not load"
+
+
 def leads_nowhere(room: Room) -> None:
     """The probe's address is this machine's, and nothing brings its connection to the endpoint."""
     room.node = NodeSettings(name="node1", bind_address=SELF)
@@ -222,6 +226,7 @@ def can_not_be_remembered(room: Room) -> None:
     (breaks, "ZeroDivisionError", True),
     (is_never_done, "the kernel does not hold what was programmed", True),
     (lacks_a_port, "new: default/web would not be served: port 30080 is taken", True),
+    (serves_by_other_means, "new: its programs do not load", True),
     (leads_nowhere, "did not reach its endpoint", True),
 ])  # fmt: skip
 def test_a_step_that_fails_leaves_the_old_mode_serving(

@@ -78,7 +78,9 @@ class Kernel:
                 for name, definition in compiled.maps.items():
                     self._maps[name] = _open_map(self._maps_directory / name, name, definition)
                 self._load()
-            except (OSError, HostError) as error:
+                if not is_choosing(self._links_directory):
+                    self._forget_frontends()
+            except (OSError, HostError, SyncFailed) as error:
                 self.close()
                 raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error
 
@@ -190,6 +192,15 @@ class Kernel:
                 os.close(self._cgroup)
             self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
 
+    def _forget_frontends(self) -> None:
+        """Leave all frontends to the rules: these may be newer than what an earlier process wrote.
+
+        `attach` follows once one family's elements are written. Raises OSError.
+        """
+        frontends = self._maps[names.FRONTENDS]
+        definition = self._compiled.maps[names.FRONTENDS]
+        bpf.delete_all(frontends, [key for key, _ in bpf.elements(frontends, definition)])
+
     def _load(self) -> None:
         """Load the programs for the present maps. Raises OSError."""
         programs: dict[str, int] = {}
@@ -236,21 +247,18 @@ class Kernel:
 
     def _attach(self, name: str) -> None:
         pin = self._links_directory / name
-        link = self._links.get(name)
-        if link is None:
+        if name not in self._links:
             with suppress(OSError):
-                link = bpf.open_pin(str(pin))
-        program = self._programs[name]
+                self._links[name] = bpf.open_pin(str(pin))
+        program, link = self._programs[name], self._links.get(name)
         if link is not None and bpf.link_info(link).cgroup == self._cgroup_id:
             if bpf.link_info(link).program != bpf.program_id(program):
                 bpf.update_link(link, program)
         else:
             if link is not None:
-                os.close(link)
-                self._links.pop(name, None)
+                os.close(self._links.pop(name))
             pin.unlink(missing_ok=True)
-            link = bpf.create_link(program, self._cgroup, names.KINDS[name][1])
-        self._links[name] = link
+            link = self._links[name] = bpf.create_link(program, self._cgroup, names.KINDS[name][1])
         if not pin.exists():
             bpf.pin(link, str(pin))
 
@@ -316,6 +324,24 @@ def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
         pin.unlink(missing_ok=True)  # A running proxy may have removed the pin of the detached link.
         removed.append(str(pin))
     return removed
+
+
+def is_choosing(directory: Path) -> bool:
+    """Return whether a link that is pinned in *directory* has a program choose endpoints. Raises OSError."""
+    for name in names.ON_THE_WAY_OUT:
+        with suppress(FileNotFoundError):
+            link = bpf.open_pin(str(directory / name))
+            try:
+                if bpf.link_info(link).cgroup:
+                    return True
+            finally:
+                os.close(link)
+    return False
+
+
+def leave_to_rules(settings: Settings) -> None:
+    """Detach the programs that choose endpoints, and those that count. Raises SyncFailed, OSError."""
+    detach_pins(pins_of(settings) / "links", (*names.ON_THE_WAY_OUT, *names.COUNTING))
 
 
 def forget_connections(home: Path) -> None:

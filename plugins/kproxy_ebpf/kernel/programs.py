@@ -4,10 +4,12 @@ A start that finds its programs in the cache needs neither bcc nor a compiler.
 """
 
 import hashlib
+import math
 import os
 import struct
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from importlib.resources import files
 from importlib.util import find_spec
@@ -26,6 +28,10 @@ _DISTRIBUTION_PYTHON = "/usr/bin/python3"
 _TIMEOUT = 60.0
 """Seconds for one compilation: half a second on a node, 17 on a kernel that is emulated."""
 BCC_REMEDY = "install the BPF Compiler Collection for Python (Debian: apt-get install python3-bpfcc)"
+
+
+class StillCompiling(HostError):
+    """The compiler has not finished; its result can be waited for again."""
 
 
 class Program(NamedTuple):
@@ -68,6 +74,8 @@ class Compilation:
         key = hashlib.sha256(text + Path(_SCRIPT).read_bytes()).hexdigest()[:32]
         self._cached = Path(cache) / f"ebpf-{key}.json"
         self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = math.inf
+        """Time at which the compiler is ended, on the monotonic clock; counted from the first wait for it."""
         self._compiled = self._read()
         if start and self._compiled is None:
             try:
@@ -84,24 +92,33 @@ class Compilation:
         """No compiler is needed."""
         return self._compiled is not None
 
-    def result(self) -> Compiled:
-        """Wait for the compiler if necessary. Raises HostError with the end of its error output."""
+    def result(self, patience: float = math.inf) -> Compiled:
+        """Wait for the compiler if necessary, up to *patience* seconds.
+
+        Raises StillCompiling after that, and HostError with the end of its error output.
+        """
         if self._compiled is not None:
             return self._compiled
         process = self._process
         if process is None:
             raise HostError("an earlier attempt to compile the BPF programs failed")
-        self._process = None
+        now = time.monotonic()
+        self._deadline = min(self._deadline, now + _TIMEOUT)
         try:
-            out, said = process.communicate(timeout=_TIMEOUT)
+            out, said = process.communicate(timeout=min(patience, max(0.0, self._deadline - now)))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+            if time.monotonic() < self._deadline:
+                raise StillCompiling("the BPF programs are being compiled") from None
+            self.close()
             raise HostError(f"the BPF compiler did not finish in {_TIMEOUT:g} s") from None
+        self._process = None
         if process.returncode:
             told = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]
             raise HostError(f"the BPF programs could not be compiled: {told or process.returncode}")
-        self._compiled = msgspec.json.decode(out, type=Compiled)
+        try:
+            self._compiled = msgspec.json.decode(out, type=Compiled)
+        except msgspec.MsgspecError as error:
+            raise HostError(f"the BPF compiler printed something else than programs: {error}") from error
         with suppress(OSError):  # Compiling again is the only loss.
             self._write(out)
         return self._compiled

@@ -61,9 +61,12 @@ class Node:
     @contextmanager
     def proxy(
         self, options: Mapping[str, object] = {}, settings: Mapping[str, object] = {},
-        kproxy: Mapping[str, object] = {},
+        kproxy: Mapping[str, object] = {}, under: Sequence[str] = (),
     ) -> Iterator[Proxy]:  # fmt: skip
-        """Start a kproxy, ready to serve, with *options* of the mode, its own and other *settings*."""
+        """Start a kproxy, ready to serve, with *options* of the mode, its own and other *settings*.
+
+        *under*: the command that starts it.
+        """
         backends = {"ebpf": {"cgroup": str(self.cgroup), "pinDirectory": str(self.pins), **options}}
         state = str(self._directory / "state")
         self.config.write_text(json.dumps({
@@ -72,7 +75,7 @@ class Node:
             "kproxy": {"stateDirectory": state, "backendOptions": backends, **kproxy},
             **settings,
         }))  # fmt: skip
-        command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(self.config),
+        command = [*under, "ip", "netns", "exec", self.host.name, KPROXY, "--config", str(self.config),
                    "--manifests", str(self.manifests), "--hostname-override", "here"]  # fmt: skip
         with started(self.host, inside(self.cgroup, command)) as proxy:
             proxy.await_health()

@@ -1,6 +1,11 @@
 """The backend around a base that succeeds or fails, with the real maps and programs."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -9,26 +14,40 @@ from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_ebpf import names
 from kproxy_ebpf.backend import EbpfBackend
+from kproxy_ebpf.batch import frontend_family
+from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel import compile as compiler
 from kproxy_ebpf.settings import Settings
+from tests.plugins.ebpf.node import until
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 NODE6 = node_view("node1", family=Family.IPV6, pods="fd00:244::/64", node_port_addresses="2001:db8::1")
 V4 = full_update(NODE, plans(NODE, service(), endpoint_slice("web", "10.244.2.1")))
+OTHER_V4 = full_update(NODE, plans(NODE, service(), endpoint_slice("web", "10.244.2.2")))
 V6 = full_update(NODE6, plans(NODE6, service(ip="fd00:96::1"), endpoint_slice("web", "fd00:244:2::1")))
+
+
+@contextmanager
+def begun(settings: Settings) -> Iterator[EbpfBackend]:
+    options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
+    made = EbpfBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
+    calls = made.kproxy_begin()
+    next(calls)
+    finish(calls, True)
+    try:
+        yield made
+    finally:
+        closed = made.kproxy_close()
+        next(closed)
+        finish(closed, None)
 
 
 @pytest.fixture
 def backend(settings: Settings) -> Iterator[EbpfBackend]:
-    options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
-    made = EbpfBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
-    begun = made.kproxy_begin()
-    next(begun)
-    finish(begun, True)
-    yield made
-    closed = made.kproxy_close()
-    next(closed)
-    finish(closed, None)
+    with begun(settings) as made:
+        yield made
 
 
 def finish(calls: object, answer: object) -> object:
@@ -40,10 +59,12 @@ def finish(calls: object, answer: object) -> object:
     raise AssertionError("the wrapper has not returned")
 
 
-def sync(backend: EbpfBackend, update: Update) -> object:
+def sync(backend: EbpfBackend, update: Update) -> SyncReport:
     calls = backend.kproxy_sync(update)
     next(calls)
-    return finish(calls, SyncReport(0))
+    report = finish(calls, SyncReport(0))
+    assert isinstance(report, SyncReport)
+    return report
 
 
 def sync_with_failing_base(
@@ -84,7 +105,109 @@ def test_a_change_that_the_rules_refuse_leaves_the_maps_as_they_were(backend: Eb
 def test_when_the_rules_are_unknown_the_maps_are_read_again(backend: EbpfBackend) -> None:
     sync(backend, V4)
     sync_with_failing_base(backend, REMOVAL, TrustLost)
-    with pytest.raises(TrustLost):
-        next(backend.kproxy_sync(REMOVAL))
     assert sync(backend, V4) != SyncReport(0)
     assert sync(backend, V4) == SyncReport(0)
+    sync_with_failing_base(backend, REMOVAL, TrustLost)
+    assert sync(backend, REMOVAL) == SyncReport(0)
+    assert sync(backend, V4) != SyncReport(0)
+
+
+def is_choosing(settings: Settings) -> bool:
+    """Return whether the kernel runs programs that choose endpoints."""
+    cgroup = os.open(settings.cgroup, os.O_RDONLY)
+    try:
+        return any(bpf.attached(cgroup, names.ATTACH_TYPES[name]) for name in names.ON_THE_WAY_OUT)
+    finally:
+        os.close(cgroup)
+
+
+def frontends(settings: Settings) -> set[Family]:
+    """Return the families of which the pinned maps have frontends."""
+    (path,) = Path(settings.pin_directory).glob(f"*/maps-*/{names.FRONTENDS}")
+    found = bpf.open_pin(str(path))
+    try:
+        return {frontend_family(key) for key, _ in bpf.elements(found, bpf.map_definition(found))}
+    finally:
+        os.close(found)
+
+
+def refuse_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError("the verifier says no")
+
+    monkeypatch.setattr("kproxy_ebpf.kernel.programs.load_program", refuse)
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse the last link of each attempt, when the others run new programs already."""
+    calls = count(1)
+
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: int) -> Any:
+            if next(calls) % len(names.PROGRAMS) == 0:
+                raise OSError("no memory")
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr("kproxy_ebpf.kernel.bpf.update_link", refusing(bpf.update_link))
+    monkeypatch.setattr("kproxy_ebpf.kernel.bpf.create_link", refusing(bpf.create_link))
+
+
+def refuse_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("kproxy_ebpf.kernel.bpf.update_all", refuse)
+
+
+@pytest.mark.parametrize("refuse", [refuse_programs, refuse_links, refuse_elements])
+def test_what_an_earlier_process_attached_is_detached_until_it_is_replaced(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with begun(settings) as before:
+        sync(before, V4)
+        sync(before, V6)
+        assert is_choosing(settings)
+    monkeypatch.setattr("kproxy_ebpf.backend._FIRST_DELAY", 0.0)
+    with begun(settings) as after:
+        descriptors = set(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as now:
+            refuse(now)
+            for update in (OTHER_V4, V6, OTHER_V4):
+                report = sync(after, update)
+                assert report.operations == 0
+                assert "no memory" in report.degraded or "the verifier says no" in report.degraded
+                assert not is_choosing(settings)
+                assert not is_attached(after)
+            assert set(os.listdir("/proc/self/fd")) == descriptors
+        change = replace(OTHER_V4, scope=Scope.CHANGED, changed={})
+        assert sync(after, change).degraded == ""
+        assert is_choosing(settings)
+        assert is_attached(after)
+        # The rules of the other family may be newer than its elements.
+        assert frontends(settings) == {Family.IPV4}
+        sync(after, replace(V6, scope=Scope.CHANGED, changed={}))
+        assert frontends(settings) == set(Family)
+        assert sync(after, OTHER_V4) == sync(after, V6) == SyncReport(0)
+
+
+def test_programs_are_detached_while_the_compiler_runs(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with begun(settings) as before:
+        sync(before, V4)
+    script, may_end = tmp_path / "compile.py", tmp_path / "may-end"
+    script.write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
+        + Path(compiler.__file__).read_text()
+    )
+    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(script))
+    monkeypatch.setattr("kproxy_ebpf.backend._PATIENCE", 0.01)
+    with begun(settings) as after:
+        for _ in range(2):
+            assert "being compiled" in sync(after, V4).degraded
+            assert not is_choosing(settings)
+        may_end.touch()
+        until(lambda: not sync(after, V4).degraded)
+        assert is_choosing(settings)
