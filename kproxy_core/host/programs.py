@@ -145,6 +145,8 @@ def failure(done: Done) -> str:
     """Describe a failed run in one line."""
     if done.returncode == -signal.SIGKILL:
         return f"{done.args[0]}: killed, perhaps for lack of memory"
+    if done.returncode < 0:
+        return f"{done.args[0]}: ended by signal {-done.returncode} ({signal.strsignal(-done.returncode)})"
     return f"{done.args[0]}: exit {done.returncode}: {complaint(done)}"
 
 

@@ -15,7 +15,6 @@ from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.conntrack.volumes import are_counted
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.libnftables.texts import complaint
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
@@ -111,6 +110,8 @@ class EbpfBackend:
     @hookimpl(wrapper=True)
     def kproxy_check_text(self, update: api.Update) -> Generator[None, str | None, str | None]:
         """Have libnftables check the base's rules, and then this mode's."""
+        from kproxy_core.host.libnftables.texts import complaint
+
         complaint_of_base = yield
         return complaint_of_base or complaint(render_text(update, self._settings.notrack_mark))
 

@@ -54,6 +54,11 @@ def test_a_program_that_is_killed_has_no_result() -> None:
         list(programs.lines(*argv))
 
 
+def test_a_program_that_crashes_is_named_with_the_signal() -> None:
+    with pytest.raises(ProgramUnfinished, match=r"^sh: ended by signal 11 \(Segmentation fault\)$"):
+        programs.output("sh", "-c", "kill -SEGV $$")
+
+
 def test_closing_the_lines_kills_the_program() -> None:
     own = OwnProcesses()
     found = programs.lines("yes", own=own)

@@ -1,5 +1,6 @@
 """The tables in the kernel, through nft(8): all input and output of this backend."""
 
+import signal
 import subprocess
 from collections.abc import Iterable
 
@@ -54,11 +55,16 @@ def delete_tables(dry_run: bool) -> Leftovers:
 
 
 def _nft(*arguments: str, stdin: str = "") -> str:
-    """Return the output of nft. Raises SyncFailed with the first line of its error."""
+    """Return the output of nft. Raises SyncFailed with the first line of its error.
+
+    A set that a newer nft made, in any table, may crash it.
+    """
     try:
         done = subprocess.run(["nft", *arguments], input=stdin, capture_output=True, text=True, check=False)
     except OSError as error:
         raise SyncFailed(f"can't run nft: {error.strerror}") from error
+    if done.returncode < 0:
+        raise SyncFailed(f"nft: ended by signal {-done.returncode} ({signal.strsignal(-done.returncode)})")
     if done.returncode:
         raise SyncFailed(f"nft: {done.stderr.strip().partition(chr(10))[0]}")
     return done.stdout

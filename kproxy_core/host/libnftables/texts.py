@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.libnftables.child import NO_BINDING
 from kproxy_core.host.netlink.nf_objects import TableName, all_tables
-from kproxy_core.host.trial import Namespace, NoAnswer, ask
+
+if TYPE_CHECKING:
+    from kproxy_core.host.trial import Namespace
 
 Style = Literal["handle_output", "stateless_output", "terse_output"]
 """nft's options ``-a``, ``-s`` and ``-t``."""
@@ -89,6 +91,8 @@ def complaint(commands: str) -> str:
     They are checked in a network namespace of their own, where only loopback exists. This process must have
     no other threads. Raises HostError.
     """
+    from kproxy_core.host.trial import NoAnswer, ask
+
     try:
         found = ask(partial(_complaint, commands))
     except NoAnswer as error:
@@ -98,7 +102,7 @@ def complaint(commands: str) -> str:
     return found
 
 
-def _complaint(commands: str, namespace: Namespace) -> str | HostError:
+def _complaint(commands: str, namespace: "Namespace") -> str | HostError:
     """Return the complaint or the error: a raised one would not leave this process."""
     if why_not := namespace.enter():
         return HostError(why_not)

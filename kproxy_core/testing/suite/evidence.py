@@ -48,7 +48,8 @@ def _outputs(node: Namespace, commands: tuple[tuple[str, ...], ...]) -> str:
     parts = []
     for argv in commands:
         try:
-            output = node.attempt(*argv).stdout
+            done = node.attempt(*argv)
+            output = done.stdout + (f"exit status {done.returncode}\n" if done.returncode else "")
         except OSError as error:
             output = f"{error.strerror}\n"
         parts.append(f"# {' '.join(argv)}\n{output}\n")

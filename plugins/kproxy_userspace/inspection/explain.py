@@ -6,6 +6,7 @@ from functools import cache
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.host import programs
+from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
@@ -129,8 +130,8 @@ class _Portals:
         if tables is not None and may_have_portals(tables):
             self.rules = tables.chains("nat")
             return
-        listed = programs.run("nft", "list", "table", family.ip, TABLE).stdout
-        self.elements = parse_elements(listed)
+        if table_exists(family, TABLE):
+            self.elements = parse_elements(programs.output("nft", "list", "table", family.ip, TABLE))
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""

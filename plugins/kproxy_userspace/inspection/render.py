@@ -1,7 +1,6 @@
 """Serves the hooks `kproxy_render` and `kproxy_check_text`: all portals of one family, for people to read."""
 
 from kproxy_core.backend.api import Update
-from kproxy_core.host.libnftables.texts import complaint
 from kproxy_userspace.batch import iptables_rewrite, nft_rewrite
 from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings
@@ -32,4 +31,6 @@ def complaint_about(update: Update, settings: Settings) -> str | None:
     """Return libnftables' complaint about the text; None for iptables-restore. Raises HostError."""
     if settings.listen is None and find_tables(update.family) is not None:
         return None
+    from kproxy_core.host.libnftables.texts import complaint
+
     return complaint(render_text(update, settings))

@@ -10,11 +10,19 @@ from msgspec.structs import replace
 from kproxy_core.backend.api import BackendSettings, KernelSide, Question
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
+from kproxy_core.host import programs
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Outcome
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything
 from kproxy_core.testing.conformance.subject import full
+from kproxy_userspace.batch import nft_rewrite
+from kproxy_userspace.inspection.explain import frontends
+from kproxy_userspace.names import TABLE
+from kproxy_userspace.wanted import Portal, Redirect
+from tests.nft_releases.releases import BOOKWORM, TRIXIE
 from tests.plugins.explained import decided, questions
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -81,3 +89,18 @@ def test_the_endpoint_that_affinity_keeps_for_a_client_is_named(family: Family) 
     assert after is not None
     assert before[0].remembered is None
     assert after[0].remembered in sticky.plan.cluster
+
+
+def test_portals_of_nft_that_cannot_be_read_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    portal = Portal(Protocol.TCP, parse_address("10.96.0.10"), 80, "shop/web")
+    only_nft = {"nft": BOOKWORM.nft}
+    monkeypatch.setattr(programs, "find", only_nft.get)
+    with lonely_node():
+        assert frontends(Family.IPV4) == []
+        written = BOOKWORM.run("-f", "-", stdin=nft_rewrite(Family.IPV4, [Redirect(portal, 40000)], None))
+        assert written.returncode == 0, written.stderr
+        assert TRIXIE.run("add table ip foreign; add set ip foreign s { type ifname; }").returncode == 0
+        assert frontends(Family.IPV4) == [Frontend(*portal.frontend)]
+        assert TRIXIE.run(f"add set ip {TABLE} s {{ type ifname; }}").returncode == 0
+        with pytest.raises(HostError, match="nft: ended by signal 11"):
+            frontends(Family.IPV4)
