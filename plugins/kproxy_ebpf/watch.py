@@ -11,7 +11,7 @@ from kproxy_core.backend.api import Damage
 from kproxy_core.model.address import Family
 
 INTERVAL = 1.0
-"""Seconds between two looks; each takes some 300 microseconds."""
+"""Seconds between two looks; each takes some 400 microseconds."""
 
 
 Look = tuple[int, str]

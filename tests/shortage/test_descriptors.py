@@ -4,6 +4,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from tests.shortage.node import MODES, node, vip
 
 
 @contextmanager
-def no_descriptors(pid: int) -> Iterator[None]:
+def no_descriptors(pid: int, spare: int = 0) -> Iterator[None]:
+    """Let a process open *spare* more files at a time."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
-    first_free = next(number for number in range(limits[0]) if number not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    free = (number for number in range(limits[0]) if number not in used)
+    first_refused = next(islice(free, spare, None))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_refused, limits[1]))
     try:
         yield
     finally:

@@ -22,6 +22,9 @@ _LOOKUP_BATCH, _UPDATE_BATCH, _DELETE_BATCH, _LINK_CREATE, _LINK_UPDATE, _LINK_D
 _ATTRIBUTES = 144
 """Bytes of ``union bpf_attr`` that are passed. Kernels that know fewer accept the rest if it is zero."""
 _BATCH_ATTRIBUTES = 56
+_INFO_SIZE = 256
+_MAPS_AT_MOST = 64
+"""BPF_MAX_USED_MAPS (linux/bpf_verifier.h)"""
 _BATCH_COUNT = 32
 """Offset of the number of elements, on return those that were handled, after an error too."""
 _CHUNK = 4096
@@ -196,8 +199,17 @@ def link_info(link: int) -> LinkInfo:
     return LinkInfo(program, cgroup)
 
 
-def program_id(fd: int) -> int:
+def identity(fd: int) -> int:
+    """Return the id of a program or of a map."""
     return int(struct.unpack_from("=II", _info(fd))[1])
+
+
+def maps_of(program: int) -> frozenset[int]:
+    """Return the ids of the maps that a program uses (struct bpf_prog_info: nr_map_ids, map_ids)."""
+    ids = (ctypes.c_uint32 * _MAPS_AT_MOST)()
+    wanted = bytearray(_INFO_SIZE)
+    struct.pack_into("=IQ", wanted, 52, len(ids), ctypes.addressof(ids))
+    return frozenset(ids[: struct.unpack_from("=I", _info(program, bytes(wanted)), 52)[0]])
 
 
 def program_name(identity: int) -> str:
@@ -254,8 +266,9 @@ def _load_types(size: int) -> int:
     return _call(_BTF_LOAD, struct.pack("=QQIIII", _at(blob), 0, len(blob), 0, 0, 0))[0]
 
 
-def _info(fd: int) -> bytes:
-    info = ctypes.create_string_buffer(256)
+def _info(fd: int, wanted: bytes = b"") -> bytes:
+    """Return what the kernel tells of an object. *wanted*: where it is to write lists, as in the answer."""
+    info = ctypes.create_string_buffer(wanted, _INFO_SIZE)
     _call(_INFO_BY_FD, struct.pack("=IIQ", fd, len(info), _at(info)))
     return info.raw
 

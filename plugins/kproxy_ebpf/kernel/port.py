@@ -77,7 +77,7 @@ class Kernel:
                 self._make_directories()
                 for name, definition in compiled.maps.items():
                     self._maps[name] = _open_map(self._maps_directory / name, name, definition)
-                self._load()
+                self._programs = self._load(self._maps)
                 if not is_choosing(self._links_directory):
                     self._forget_frontends()
             except (OSError, HostError, SyncFailed) as error:
@@ -151,6 +151,10 @@ class Kernel:
         """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""
         with self._lock, _reporting():
             self._make_directories()
+            if self._program_with_other_maps():
+                programs = self._load(self._maps)
+                _close_all(self._programs)
+                self._programs = programs
             self._notrack.write()
             for name, descriptor in self._maps.items():
                 if not (pin := self._maps_directory / name).exists():
@@ -172,10 +176,15 @@ class Kernel:
                     return f"the link of {name} cannot be read: {error}"
                 if info.cgroup != self._cgroup_id:
                     return f"the BPF program {name} was detached"
-                if info.program != bpf.program_id(self._programs[name]):
+                if info.program != bpf.identity(self._programs[name]):
                     return f"the BPF program {name} was replaced"
                 if not (self._links_directory / name).exists():
                     return f"the pin of the BPF program {name} was removed"
+            try:
+                if name := self._program_with_other_maps():
+                    return f"the BPF program {name} reads other maps than are written"
+            except OSError as error:
+                return f"the BPF programs cannot be read: {error}"
             if self._links:
                 for name in self._maps:
                     if not (self._maps_directory / name).exists():
@@ -186,8 +195,8 @@ class Kernel:
     def close(self) -> None:
         """Close all descriptors. Pinned and attached objects remain."""
         with self._lock:
-            for descriptor in (*self._maps.values(), *self._programs.values(), *self._links.values()):
-                os.close(descriptor)
+            for opened in (self._maps, self._programs, self._links):
+                _close_all(opened)
             if self._cgroup >= 0:
                 os.close(self._cgroup)
             self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
@@ -201,16 +210,24 @@ class Kernel:
         definition = self._compiled.maps[names.FRONTENDS]
         bpf.delete_all(frontends, [key for key, _ in bpf.elements(frontends, definition)])
 
-    def _load(self) -> None:
-        """Load the programs for the present maps. Raises OSError."""
+    def _load(self, maps: dict[str, int]) -> dict[str, int]:
+        """Load the programs for *maps*, and return their descriptors. Raises OSError."""
         programs: dict[str, int] = {}
         try:
             for name in self._wanted:
-                programs[name] = self._compiled.load(name, self._maps)
-            programs, self._programs = self._programs, programs
-        finally:
-            for descriptor in programs.values():
-                os.close(descriptor)
+                programs[name] = self._compiled.load(name, maps)
+        except OSError:
+            _close_all(programs)
+            raise
+        return programs
+
+    def _program_with_other_maps(self) -> str:
+        """Return a program that uses another map than those that are written; "": none does.
+
+        Raises OSError.
+        """
+        written = {bpf.identity(descriptor) for descriptor in self._maps.values()}
+        return next((name for name, fd in self._programs.items() if bpf.maps_of(fd) - written), "")
 
     def _update(self, name: str, elements: dict[bytes, bytes]) -> None:
         """Set *elements* of one map, which grows if necessary. Raises OSError."""
@@ -224,26 +241,53 @@ class Kernel:
             self._double(name)
 
     def _double(self, name: str) -> None:
-        """Replace a full map by a larger one, and the programs, which never stop running. Raises OSError."""
+        """Replace a full map by a larger one, and the programs, which never stop running.
+
+        Raises OSError, and then nothing was replaced.
+        """
         full = self._maps[name]
         definition = bpf.map_definition(full)
         larger = definition._replace(entries=2 * definition.entries)
+        self._make_directories()  # Another process may have removed them.
         path = self._maps_directory / name
         scratch = path.with_name(f"{name}-new")
         scratch.unlink(missing_ok=True)
         made = _make_map(scratch, name, larger)
+        programs: dict[str, int] = {}
         try:
             bpf.update_all(made, dict(bpf.elements(full, definition)))
-            scratch.rename(path)
+            programs = self._load({**self._maps, name: made})
+            with self._running(programs):
+                scratch.rename(path)
         except OSError:
             os.close(made)
+            _close_all(programs)
+            scratch.unlink(missing_ok=True)
             raise
         self._maps[name] = made
         os.close(full)
+        _close_all(self._programs)
+        self._programs = programs
         log.info("BPF map enlarged", extra={"fields": {"map": name, "entries": larger.entries}})
-        self._load()
-        if self._links:
-            self.attach()
+
+    @contextmanager
+    def _running(self, programs: Mapping[str, int]) -> Iterator[None]:
+        """Have the links run *programs*, and the present ones again if the context fails.
+
+        A link that another process detached is left to `attach`. Raises OSError.
+        """
+        replaced: list[str] = []
+        try:
+            for name, link in self._links.items():
+                if bpf.link_info(link).cgroup == self._cgroup_id:
+                    bpf.update_link(link, programs[name])
+                    replaced.append(name)
+            yield
+        except OSError:
+            for name in replaced:
+                with suppress(OSError):  # `problem` tells, and `attach` repairs.
+                    bpf.update_link(self._links[name], self._programs[name])
+            raise
 
     def _attach(self, name: str) -> None:
         pin = self._links_directory / name
@@ -252,7 +296,7 @@ class Kernel:
                 self._links[name] = bpf.open_pin(str(pin))
         program, link = self._programs[name], self._links.get(name)
         if link is not None and bpf.link_info(link).cgroup == self._cgroup_id:
-            if bpf.link_info(link).program != bpf.program_id(program):
+            if bpf.link_info(link).program != bpf.identity(program):
                 bpf.update_link(link, program)
         else:
             if link is not None:
@@ -369,6 +413,11 @@ def _make_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:
         os.close(made)
         raise
     return made
+
+
+def _close_all(opened: Mapping[str, int]) -> None:
+    for descriptor in opened.values():
+        os.close(descriptor)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_an_exclusive_program_is_named(settings: Settings) -> None:
         (problem,) = unmet(probe(settings))
         assert problem.startswith(
             "programs at a cgroup: connect6: the cgroup or an ancestor has an exclusive program: "
-            f"device_policy (id {bpf.program_id(program)})"
+            f"device_policy (id {bpf.identity(program)})"
         )
         assert children(settings.cgroup) == []
     finally:

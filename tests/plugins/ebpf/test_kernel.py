@@ -175,6 +175,18 @@ def test_damage_by_others_is_noticed_and_repaired(
     assert set(attached(settings).values()) == {1}
 
 
+def test_programs_that_read_other_maps_than_are_written_are_noticed_and_replaced(
+    kernel: Kernel, compiled: Compiled
+) -> None:
+    sync(kernel)
+    kernel.attach()
+    os.close(kernel._maps[names.SLOTS])
+    kernel._maps[names.SLOTS] = bpf.create_map("other", compiled.maps[names.SLOTS])
+    assert "reads other maps" in kernel.problem()
+    kernel.attach()
+    assert kernel.problem() == ""
+
+
 def test_elements_changed_by_others_are_repaired_by_a_full_sync(kernel: Kernel, settings: Settings) -> None:
     sync(kernel)
     path = next(Path(settings.pin_directory).glob(f"*/maps-*/{names.FRONTENDS}"))

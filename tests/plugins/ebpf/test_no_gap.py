@@ -1,22 +1,29 @@
 """Connections while maps and programs are replaced. No rules serve here: each needs the programs."""
 
+import errno
+import os
+import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.backend.errors import TrustLost
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from tests.core.namespaces import Namespace, namespace
 from tests.plugins.ebpf.node import echo, until
 from tests.plugins.ebpf.sockets import Sockets, sockets_in
+from tests.shortage.test_descriptors import no_descriptors
 
 VIP = "10.96.0.10"
 SERVING = tuple(f"127.0.0.{number}" for number in range(2, 9))
@@ -56,7 +63,10 @@ class Node:
 
     def serve(self, number: int) -> None:
         """Bring the maps to a Service with *number* endpoints."""
-        update = full_update(NODE, plans(NODE, service(ip=VIP), endpoint_slice("web", *SERVING[:number])))
+        self.serve_with(SERVING[:number])
+
+    def serve_with(self, endpoints: Sequence[str]) -> None:
+        update = full_update(NODE, plans(NODE, service(ip=VIP), endpoint_slice("web", *endpoints)))
         self._state.write(update, self._state.withdraw(update))
 
     def restart(self) -> None:
@@ -73,6 +83,12 @@ class Node:
     def grow(self) -> None:
         """Fill the maps beyond their size."""
         self.serve(len(SERVING))
+
+    def problem(self) -> str:
+        return self._kernel.problem()
+
+    def repair(self) -> None:
+        self._kernel.attach()
 
     def close(self) -> None:
         self._kernel.close()
@@ -105,3 +121,84 @@ def test_no_connection_is_missed(
         running.result()
     node.close()
     assert failures == []
+
+
+def chosen(sockets: Sockets) -> set[str]:
+    """Return the endpoints that answer 20 connections."""
+    found = set()
+    for _ in range(20):
+        with sockets.open(socket.AF_INET, socket.SOCK_STREAM) as one:
+            one.connect((VIP, 80))
+            found.add(one.recv(100).decode().split()[0])
+    return found
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 5])
+def test_programs_read_what_is_written_after_a_map_could_not_grow(
+    settings: Settings, compiled: Compiled, sockets: Sockets, spare: int
+) -> None:
+    """Where *spare* descriptors are left: for no map, for a map and no program, and for some programs."""
+    node = Node(settings, compiled)
+    try:
+        with no_descriptors(os.getpid(), spare), pytest.raises(TrustLost, match="Too many open files"):
+            node.serve(4)
+        assert node.problem() == ""
+        assert chosen(sockets) <= set(SERVING[:2])
+        node.serve(4)
+        node.serve_with(SERVING[5:])
+        assert chosen(sockets) <= set(SERVING[5:])
+        assert node.problem() == ""
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("refused", [1, 2, len(names.PROGRAMS)])
+def test_a_map_does_not_grow_if_a_program_cannot_be_replaced(
+    settings: Settings, compiled: Compiled, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    node, real, calls = Node(settings, compiled), bpf.update_link, count(1)
+
+    def update_link(link: int, program: int) -> None:
+        if next(calls) == refused:
+            raise OSError(errno.ENOMEM, "no memory")
+        real(link, program)
+
+    try:
+        with monkeypatch.context() as now:
+            now.setattr("kproxy_ebpf.kernel.bpf.update_link", update_link)
+            with pytest.raises(TrustLost, match="no memory"):
+                node.grow()
+        assert node.problem() == ""
+        assert chosen(sockets) <= set(SERVING[:2])
+        node.serve_with(SERVING[5:])
+        assert chosen(sockets) <= set(SERVING[5:])
+    finally:
+        node.close()
+
+
+def remove_pins(settings: Settings) -> None:
+    shutil.rmtree(settings.pin_directory)
+
+
+def detach(settings: Settings) -> None:
+    (path,) = Path(settings.pin_directory).glob("*/links/connect4")
+    link = bpf.open_pin(str(path))
+    bpf.detach_link(link)
+    os.close(link)
+
+
+@pytest.mark.parametrize("damage", [remove_pins, detach])
+def test_a_map_grows_where_another_process_did_damage(
+    settings: Settings, compiled: Compiled, sockets: Sockets, damage: Callable[[Settings], None]
+) -> None:
+    node = Node(settings, compiled)
+    try:
+        damage(settings)
+        node.grow()
+        assert node.problem() != ""
+        node.repair()
+        assert node.problem() == ""
+        node.serve_with(SERVING[5:])
+        assert chosen(sockets) <= set(SERVING[5:])
+    finally:
+        node.close()
