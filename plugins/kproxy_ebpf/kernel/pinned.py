@@ -2,9 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
@@ -21,12 +20,12 @@ _READ = (*names.PER_FAMILY, names.PINS, names.CONNECTIONS)
 class PinnedMaps:
     """The pinned maps. Changes nothing."""
 
-    def __init__(self, home: Path, directory: Path) -> None:
-        """*directory* has the pins of the maps, *home* those of the programs."""
-        self.are_in_use = (home / "links" / names.ON_THE_WAY_OUT[0]).exists()
+    def __init__(self, maps: Mapping[str, int], *, are_in_use: bool) -> None:
+        """*maps* are descriptors by name. Raises OSError."""
+        self.are_in_use = are_in_use
         """Programs that choose endpoints are attached."""
-        self._maps = {name: bpf.open_pin(str(directory / name)) for name in _READ}
-        self._definitions = {name: bpf.map_definition(fd) for name, fd in self._maps.items()}
+        self._maps = maps
+        self._definitions = {name: bpf.map_definition(fd) for name, fd in maps.items()}
 
     def find(self, name: str, key: bytes) -> bytes | None:
         """Return the value of one element; None: it does not exist."""
@@ -48,10 +47,6 @@ class PinnedMaps:
     def elements(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         return bpf.elements(self._maps[name], self._definitions[name])
 
-    def close(self) -> None:
-        for descriptor in self._maps.values():
-            os.close(descriptor)
-
 
 @contextmanager
 def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
@@ -62,7 +57,12 @@ def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
         if directory is None:
             yield None
             return
-        with closing(PinnedMaps(home, directory)) as maps:
-            yield maps
+        with ExitStack() as opened:
+            maps = {}
+            for name in _READ:
+                maps[name] = bpf.open_pin(str(directory / name))
+                opened.callback(os.close, maps[name])
+            are_in_use = (home / "links" / names.ON_THE_WAY_OUT[0]).exists()
+            yield PinnedMaps(maps, are_in_use=are_in_use)
     except OSError as error:
         raise SyncFailed(f"cannot read the BPF maps in {home}: {error.strerror}") from error

@@ -24,6 +24,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.questions.cleanup import cleanup
@@ -467,4 +468,15 @@ def test_a_closed_kernel_holds_no_descriptor(settings: Settings, compiled: Compi
     kernel.open(compiled)
     kernel.close()
     # Files of earlier tests may be closed meanwhile.
+    assert not open_files(os.getpid()).items() - before.items()
+
+
+@pytest.mark.parametrize("missing", [names.SLOTS, names.CONNECTIONS])
+def test_a_reader_of_pinned_maps_of_which_one_is_missing_holds_no_descriptor(
+    kernel: Kernel, settings: Settings, missing: str
+) -> None:
+    next(Path(settings.pin_directory).glob(f"*/maps-*/{missing}")).unlink()
+    before = open_files(os.getpid())
+    with pytest.raises(SyncFailed, match="No such file"), pinned_maps(settings):
+        pass
     assert not open_files(os.getpid()).items() - before.items()
