@@ -124,19 +124,50 @@ static __always_inline bool same_address(const u64 *a, const u64 *b)
 	return a[0] == b[0] && a[1] == b[1];
 }
 
-/*
- * Return whether the endpoint's address belongs to the caller's own namespace: the socket can be bound to it. The port
- * stays open; a client that is its own endpoint has this address as its source anyway.
- */
-static __always_inline bool is_own(struct bpf_sock_addr *ctx, const u64 *address, bool v4)
+/* The context and sockets are read by words: clang would merge two loads into one. */
+static __always_inline u32 opaque(u32 word)
+{
+	asm volatile("" : "+r"(word));
+	return word;
+}
+
+/* Bind a socket to an address, and to no port yet. Return whether the kernel allows that. */
+static __always_inline bool can_bind(struct bpf_sock_addr *ctx, u64 first, u64 second, bool v4)
 {
 	if (v4) { /* struct sockaddr_in (linux/in.h) */
-		u64 a[2] = { socket_family(AF_INET, second_word(address[1])), 0 };
+		u64 a[2] = { socket_family(AF_INET, second_word(second)), 0 };
 		return !bpf_bind(ctx, (struct sockaddr *)a, sizeof(a));
 	}
 	/* struct sockaddr_in6 (linux/in6.h) */
-	u64 a[4] = { socket_family(AF_INET6, 0), address[0], address[1], 0 };
+	u64 a[4] = { socket_family(AF_INET6, 0), first, second, 0 };
 	return !bpf_bind(ctx, (struct sockaddr *)a, 28);
+}
+
+/*
+ * Return whether the endpoint's address may belong to the caller's own namespace: it is the source of the socket, or one
+ * without a source can be bound to it. The port stays open; a client that is its own endpoint has this address as its
+ * source anyway. Some sockets can be bound to any address (IP_FREEBIND, IP_TRANSPARENT, ip_nonlocal_bind), as one that
+ * nobody has shows: 255.255.255.254 or 100::1 (RFC 6666). Such a socket gets no source here.
+ */
+static __always_inline bool may_be_own(struct bpf_sock_addr *ctx, struct bpf_sock *sk, const u64 *address, bool v4)
+{
+	if (v4 || (!address[0] && address[1] == v4_mapped(second_word(address[1])))) {
+		if (sk->src_ip4)
+			return sk->src_ip4 == second_word(address[1]);
+	} else {
+		u64 half[2] = {
+			join(opaque(sk->src_ip6[0]), opaque(sk->src_ip6[1])),
+			join(opaque(sk->src_ip6[2]), opaque(sk->src_ip6[3])),
+		};
+		if (half[0] || half[1])
+			return same_address(half, address);
+	}
+	if (!can_bind(ctx, address[0], address[1], v4))
+		return false;
+	if (v4 || !address[0] ? can_bind(ctx, 0, v4_mapped(bpf_htonl(0xfffffffe)), v4)
+			: can_bind(ctx, join(bpf_htonl(0x01000000), 0), join(0, bpf_htonl(1)), v4))
+		can_bind(ctx, 0, v4 ? v4_mapped(0) : 0, v4);
+	return true;
 }
 
 /* The context's IPv6 address is read and written in halves. */
@@ -269,9 +300,12 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		pins.update(&c, &p);
 	}
 chosen:
-	/* A datagram's socket cannot be bound here: that of a client to itself is not masqueraded. */
-	/* The node's own clients keep the node's address, and may be allowed to bind any (ip_nonlocal_bind). */
-	if (to.endpoint.port >> 16 && !datagram && netns != set->node_netns && is_own(ctx, to.endpoint.address, v4)) {
+	/*
+	 * A datagram's socket cannot be bound here: that of a client to itself is not masqueraded. The node's own clients
+	 * keep the node's address.
+	 */
+	if (to.endpoint.port >> 16 && !datagram && netns != set->node_netns
+			&& may_be_own(ctx, sk, to.endpoint.address, v4)) {
 		u64 one = 1;
 		hairpins.update(&c, &one);
 		return 1;
@@ -392,13 +426,6 @@ int recvmsg6(struct bpf_sock_addr *ctx) { return answer6(ctx, true); }
 /* getpeername(2): the address that was dialled. Accepted sockets call this too, and have nothing kept. */
 int getpeername4(struct bpf_sock_addr *ctx) { return answer4(ctx, false); }
 int getpeername6(struct bpf_sock_addr *ctx) { return answer6(ctx, false); }
-
-/* The context is read by words here: clang would merge two loads into one. */
-static __always_inline u32 opaque(u32 word)
-{
-	asm volatile("" : "+r"(word));
-	return word;
-}
 
 /* Return whether a socket connects to the endpoint that was chosen for it: it may have dialled again since. */
 static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct flow *p)

@@ -1,5 +1,6 @@
 """Local sockets and the Services that they dial, through a whole kproxy and real packets."""
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -7,7 +8,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.plugins.ebpf.node import NODE, NODE6, POD, POD6, REMOTE, REMOTE6, Node, node, until
+from kproxy_ebpf import names
+from kproxy_ebpf.kernel import bpf
+from tests.plugins.ebpf.node import (
+    NEIGHBOUR,
+    NEIGHBOUR6,
+    NODE,
+    NODE6,
+    POD,
+    POD6,
+    REMOTE,
+    REMOTE6,
+    Node,
+    node,
+    until,
+)
 from tests.plugins.ebpf.sockets import Sockets
 
 TCP, UDP = socket.SOCK_STREAM, socket.SOCK_DGRAM
@@ -19,6 +34,8 @@ EXTERNAL = "10.96.0.30"
 SINGLE = tuple(f"10.96.1.{number}" for number in range(5))
 """Of UDP Services with one endpoint each."""
 NODE_PORT, LOCAL_NODE_PORT = 30080, 30081
+NEAR, NEAR6 = "10.96.0.21", "fd00:96::21"
+"""The only endpoint is the other pod of the node."""
 ASKED, ASKED6 = "10.96.0.40", "fd00:96::40"
 """Of UDP Services with node ports and external traffic policy Local."""
 
@@ -31,6 +48,8 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         made.serve("dns", DNS, REMOTE, protocol="UDP")
         made.serve("dns6", DNS6, REMOTE6, protocol="UDP")
         made.serve("own", OWN, [POD, REMOTE[0]])
+        made.serve("near", NEAR, [NEIGHBOUR])
+        made.serve("near6", NEAR6, [NEIGHBOUR6])
         for number, address in enumerate(SINGLE):
             made.serve(f"single-{number}", address, [REMOTE[number]], protocol="UDP")
         made.serve("lb", EXTERNAL, REMOTE, node_port=LOCAL_NODE_PORT, externalTrafficPolicy="Local")
@@ -49,6 +68,16 @@ def host(where: Node) -> Sockets:
 @pytest.fixture(scope="module")
 def pod(where: Node) -> Sockets:
     return where.sockets(where.pod)
+
+
+@pytest.fixture
+def stranger(where: Node, pod: Sockets) -> Sockets:
+    """The pod, which the programs do not yet know as an endpoint of any Service."""
+    (path,) = where.pins.glob(f"*/maps-*/{names.HAIRPINS}")
+    known = bpf.open_pin(str(path))
+    bpf.delete_all(known, [key for key, _ in bpf.elements(known, bpf.map_definition(known))])
+    os.close(known)
+    return pod
 
 
 class Way(NamedTuple):
@@ -236,6 +265,64 @@ def test_a_node_that_may_bind_any_address_reaches_its_own_pod(where: Node, host:
         assert {dial(host, V4, OWN)[0] for _ in range(60)} == {POD, REMOTE[0]}
     finally:
         where.host.run("sysctl", "-qw", "net.ipv4.ip_nonlocal_bind=0")
+
+
+TO_THE_OTHER_POD = pytest.mark.parametrize(
+    ("way", "address", "path"),
+    [(V4, NEAR, (NEIGHBOUR, POD)), (V6, NEAR6, (NEIGHBOUR6, POD6)), (MAPPED, NEAR, (NEIGHBOUR, POD))],
+    ids=["IPv4", "IPv6", "IPv4-mapped"],
+)
+IP_FREEBIND, IP_TRANSPARENT, IP_BIND_ADDRESS_NO_PORT = 15, 19, 24
+"""linux/in.h"""
+
+
+@TO_THE_OTHER_POD
+@pytest.mark.parametrize("option", [IP_FREEBIND, IP_TRANSPARENT], ids=["IP_FREEBIND", "IP_TRANSPARENT"])
+def test_a_socket_that_may_bind_any_address_reaches_the_node_s_other_pod(
+    stranger: Sockets, way: Way, address: str, path: tuple[str, str], option: int
+) -> None:
+    with stranger.open(way.family, TCP) as client:
+        client.setsockopt(socket.IPPROTO_IP, option, 1)
+        client.connect((way.address(address), 80))
+        assert tuple(client.recv(100).decode().split()) == path
+    assert dial(stranger, way, address) == (*path, (way.address(address), 80))
+
+
+@TO_THE_OTHER_POD
+def test_a_pod_that_may_bind_any_address_reaches_the_node_s_other_pod(
+    where: Node, stranger: Sockets, way: Way, address: str, path: tuple[str, str]
+) -> None:
+    option = f"net.{'ipv6' if way is V6 else 'ipv4'}.ip_nonlocal_bind"
+    where.pod.run("sysctl", "-qw", f"{option}=1")
+    try:
+        assert dial(stranger, way, address)[:2] == path
+    finally:
+        where.pod.run("sysctl", "-qw", f"{option}=0")
+
+
+@pytest.mark.parametrize("free", [0, 1])
+@pytest.mark.parametrize(("dialled", "endpoints"), [(NEAR, {NEIGHBOUR}), (OWN, {POD, REMOTE[0]})])
+def test_a_socket_keeps_the_source_that_it_is_bound_to(
+    where: Node, stranger: Sockets, dialled: str, endpoints: set[str], free: int
+) -> None:
+    """A pod with a second address."""
+    source = "10.244.1.13"
+    where.pod.ip(f"addr add {source}/32 dev eth0")
+    where.host.ip(f"route add {source}/32 dev pod")
+    try:
+        seen = set()
+        for _ in range(20):
+            with stranger.open(socket.AF_INET, TCP) as client:
+                client.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, free)
+                client.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
+                client.bind((source, 0))
+                client.connect((dialled, 80))
+                assert client.getsockname()[0] == source
+                seen.add(client.recv(100).decode().split()[0])
+        assert seen == endpoints
+    finally:
+        where.host.ip(f"route del {source}/32 dev pod")
+        where.pod.ip(f"addr del {source}/32 dev eth0")
 
 
 def test_external_policy_local_is_not_for_local_clients(pod: Sockets, host: Sockets) -> None:
