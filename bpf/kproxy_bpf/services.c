@@ -85,8 +85,11 @@ BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
  * local port is part of the key: another socket that is bound to it may answer.
  */
 BPF_TABLE("lru_hash", struct sender, u64, senders, 4096);
-/* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
-BPF_TABLE("lru_hash", u64, struct member, connected, 16384);
+/*
+ * Connected UDP sockets by cookie, until they are closed: they are destroyed when their endpoint is removed. A socket
+ * that finds no room is left to the rules.
+ */
+BPF_F_TABLE("hash", u64, struct member, connected, 65536, NO_PREALLOC);
 /* New connections and flows by frontend and endpoint. */
 BPF_TABLE("lru_hash", struct flow, struct counts, connections, 32768);
 BPF_ARRAY(settings, struct settings, 1);
@@ -310,6 +313,11 @@ chosen:
 		hairpins.update(&c, &one);
 		return 1;
 	}
+	if (!datagram && protocol == IPPROTO_UDP) {
+		u64 cookie = bpf_get_socket_cookie(ctx);
+		if (connected.update(&cookie, &to))
+			return 1;
+	}
 	struct flow kept_flow = { f, to.endpoint };
 	if (set->flags & COUNT_CONNECTIONS) {
 		struct counts none = {};
@@ -334,10 +342,6 @@ chosen:
 		struct flow *w = peer.sk_storage_get(sk, 0, 1);
 		if (w)
 			*w = kept_flow;
-		if (protocol == IPPROTO_UDP) {
-			u64 cookie = bpf_get_socket_cookie(ctx);
-			connected.update(&cookie, &to);
-		}
 	}
 	if (may_mark && !sk->mark)
 		set_mark(ctx, set->mark);
@@ -426,6 +430,16 @@ int recvmsg6(struct bpf_sock_addr *ctx) { return answer6(ctx, true); }
 /* getpeername(2): the address that was dialled. Accepted sockets call this too, and have nothing kept. */
 int getpeername4(struct bpf_sock_addr *ctx) { return answer4(ctx, false); }
 int getpeername6(struct bpf_sock_addr *ctx) { return answer6(ctx, false); }
+
+/* The last close(2) of a socket. */
+int release(struct bpf_sock *sk)
+{
+	if (sk->protocol == IPPROTO_UDP) {
+		u64 cookie = bpf_get_socket_cookie(sk);
+		connected.delete(&cookie);
+	}
+	return 1;
+}
 
 /* Return whether a socket connects to the endpoint that was chosen for it: it may have dialled again since. */
 static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct flow *p)

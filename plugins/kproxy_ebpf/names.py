@@ -29,6 +29,8 @@ ON_THE_WAY_BACK = ("recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
 """The programs that restore the address that was dialled."""
 PROGRAMS = ON_THE_WAY_BACK + ON_THE_WAY_OUT
 """In the order of attachment: a reply is translated before a first request is."""
+RELEASE = "release"
+"""The program that forgets connected UDP sockets, attached only where those are translated."""
 OUTCOMES = "outcomes"
 """The program that counts failures and handshakes, attached only where connections are counted."""
 ON_PACKETS = ("egress", "ingress")
@@ -45,9 +47,10 @@ ATTACH_TYPES = {
 
 KINDS = {
     **{name: (PROGRAM_TYPE, attach_type) for name, attach_type in ATTACH_TYPES.items()},
-    OUTCOMES: (13, 3), "egress": (8, 1), "ingress": (8, 0),
+    RELEASE: (9, 34), OUTCOMES: (13, 3), "egress": (8, 1), "ingress": (8, 0),
 }  # fmt: skip
-"""Type and attach type of all programs; of those that count BPF_PROG_TYPE_SOCK_OPS and _CGROUP_SKB."""
+"""Type and attach type of all programs; BPF_PROG_TYPE_CGROUP_SOCK, and of those that count _SOCK_OPS and
+_CGROUP_SKB."""
 
 
 NOTRACK_TABLE = "kproxy-notrack"

@@ -58,9 +58,10 @@ def connected_udp_sockets() -> list[UdpSocket]:
 
 
 def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
-    """Destroy *sockets*: calls on them fail with ECONNABORTED. Return how many still existed.
+    """Destroy *sockets*: receiving fails with ECONNABORTED, sending with EDESTADDRREQ.
 
-    Raises HostError if one exists and cannot be destroyed; all others have been destroyed then.
+    Return how many still existed. Raises HostError if one exists and cannot be destroyed; all
+    others have been destroyed then.
     """
     requests = [_destruction(family, identity) for family, identity in sockets]
     if not requests:

@@ -22,10 +22,9 @@ def destroy_connected_sockets(connected: int, definition: bpf.MapDefinition, end
     *connected* is the map in which the programs note sockets, *endpoints* that of endpoints. Spares sockets
     that were connected elsewhere since, and namespaces that this process may not enter. Raises OSError.
     """
-    stale = {
-        cookie: endpoint for cookie, endpoint in bpf.elements(connected, definition)
-        if bpf.lookup(endpoints, endpoint, len(PRESENT)) is None
-    }  # fmt: skip
+    noted = dict(bpf.elements(connected, definition))
+    removed = {one for one in set(noted.values()) if bpf.lookup(endpoints, one, len(PRESENT)) is None}
+    stale = {cookie: endpoint for cookie, endpoint in noted.items() if endpoint in removed}
     if not stale:
         return
     destroyed = 0

@@ -40,7 +40,6 @@ class Kernel:
         """*counting*: of `names.COUNTING`; connections are counted if there are any."""
         self._settings = settings
         self._counting = counting
-        self._wanted = (*counting, *names.PROGRAMS)
         self._namespace = namespace_cookie()
         self._home = pins_of(settings)
         self._links_directory = self._home / "links"
@@ -63,6 +62,8 @@ class Kernel:
         if problem := udp_destruction_problem() if settings.connected_udp else "":
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
             self._connected_udp = False
+        released = (names.RELEASE,) if self._connected_udp else ()
+        self._wanted = (*counting, *released, *names.PROGRAMS)
 
     def open(self, compiled: Compiled) -> None:
         """Find or make the maps, and load the programs. Nothing is attached yet.
@@ -161,8 +162,10 @@ class Kernel:
                     bpf.pin(descriptor, str(pin))
             for name in self._wanted:
                 self._attach(name)
-            unwanted = [name for name in names.COUNTING if name not in self._counting]
-            detach_pins(self._links_directory, unwanted)  # An earlier process may have counted.
+            # An earlier process may have counted, or translated connected UDP sockets.
+            detach_pins(self._links_directory, [name for name in names.KINDS if name not in self._wanted])
+            if not self._connected_udp:
+                _clear(self._maps[names.CONNECTED])
             self._remove_other_maps()
             self.attachments += 1
 
@@ -393,9 +396,13 @@ def forget_connections(home: Path) -> None:
     for path in home.glob(f"maps-*/{names.CONNECTIONS}"):
         found = bpf.open_pin(str(path))
         try:
-            bpf.delete_all(found, [key for key, _ in bpf.elements(found, bpf.map_definition(found))])
+            _clear(found)
         finally:
             os.close(found)
+
+
+def _clear(fd: int) -> None:
+    bpf.delete_all(fd, [key for key, _ in bpf.elements(fd, bpf.map_definition(fd))])
 
 
 def _open_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:

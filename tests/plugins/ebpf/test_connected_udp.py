@@ -1,9 +1,15 @@
 """Connected UDP sockets under ``connectedUdp: destroy`` when their endpoint is removed."""
 
+import errno
+import os
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,11 +19,20 @@ from kproxy_core.host.netlink.udp_sockets import (
     destroy_udp_sockets,
     udp_destruction_problem,
 )
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_ebpf import names
+from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.programs import Compiled
+from kproxy_ebpf.settings import Settings
+from tests.core.bpf_places import inside
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ebpf.node import NODE, PATIENCE, POD, PORT, REMOTE, REMOTE6, Node, node
-from tests.plugins.ebpf.sockets import Sockets
+from tests.plugins.ebpf.node import NODE, PATIENCE, POD, PORT, REMOTE, REMOTE6, Node, node, until
+from tests.plugins.ebpf.sockets import Sockets, sockets_in
 
 UDP = socket.SOCK_DGRAM
+SO_COOKIE = 57
 DNS, DNS6 = "10.96.0.53", "fd00:96::53"
 
 
@@ -87,6 +102,82 @@ def test_the_sockets_of_a_removed_endpoint_are_destroyed_and_no_other(
         assert bound.recv(100).decode().split()[0] == endpoints[1]
 
 
+def test_a_destroyed_socket_fails_until_it_connects_again(where: Node, sockets: Sockets) -> None:
+    """As docs/ebpf.md says: the error of the socket is returned once, by whatever asks for it first."""
+    address = "10.96.0.56"
+    where.serve("failing", address, REMOTE[:1], protocol="UDP")
+    where.await_endpoints(address, REMOTE[0])
+    with (
+        connect(sockets, socket.AF_INET, address) as receiving,
+        connect(sockets, socket.AF_INET, address) as sending,
+    ):
+        where.serve("failing", address, REMOTE[1:2], protocol="UDP")
+        receiving.settimeout(PATIENCE)
+        with pytest.raises(ConnectionAbortedError):
+            receiving.recv(100)
+        for client in (receiving, sending):
+            for _ in range(2):
+                with pytest.raises(OSError, match=os.strerror(errno.EDESTADDRREQ)):
+                    client.send(b"now")
+            client.connect((address, 80))
+        with pytest.raises(ConnectionAbortedError):
+            sending.send(b"now")
+        assert answer(receiving) == answer(sending) == REMOTE[1]
+
+
+_MANY = """
+import socket, sys
+address, number = sys.argv[1], int(sys.argv[2])
+for _ in range(number):
+    with socket.socket(type=socket.SOCK_DGRAM) as client:
+        client.connect((address, 80))
+"""
+
+
+def test_a_socket_is_destroyed_however_many_were_connected_since(where: Node) -> None:
+    address = "10.96.0.57"
+    where.serve("busy", address, REMOTE[:1], protocol="UDP")
+    where.await_endpoints(address, REMOTE[0])
+    number = str(2 * noted_sockets(where).entries)
+    with connect(where.sockets(where.pod), socket.AF_INET, address) as client:
+        assert answer(client) == REMOTE[0]
+        churn = ["ip", "netns", "exec", where.pod.name, sys.executable, "-S", "-c", _MANY, address, number]
+        subprocess.run(inside(where.cgroup, churn), check=True)
+        where.serve("busy", address, REMOTE[1:2], protocol="UDP")
+        client.settimeout(PATIENCE)
+        with pytest.raises(ConnectionAbortedError):
+            client.recv(100)
+
+
+def test_a_closed_socket_is_forgotten_by_its_last_descriptor(where: Node, sockets: Sockets) -> None:
+    address = "10.96.0.58"
+    where.serve("closing", address, REMOTE, protocol="UDP")
+    where.await_endpoints(address, *REMOTE)
+    client = connect(sockets, socket.AF_INET, address)
+    other = client.dup()
+    cookie = client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+    client.close()
+    assert cookie in noted_sockets(where).cookies
+    other.close()
+    until(lambda: cookie not in noted_sockets(where).cookies)  # The process that made it had a descriptor.
+
+
+class Noted(NamedTuple):
+    entries: int
+    """For how many sockets there is room."""
+    cookies: set[bytes]
+
+
+def noted_sockets(where: Node) -> Noted:
+    """Return the sockets that the programs know."""
+    (path,) = where.pins.glob(f"*/maps-*/{names.CONNECTED}")
+    known = bpf.open_pin(str(path))
+    definition = bpf.map_definition(known)
+    cookies = {cookie for cookie, _ in bpf.elements(known, definition)}
+    os.close(known)
+    return Noted(definition.entries, cookies)
+
+
 def test_a_client_with_the_source_of_a_node_port_is_answered_by_a_connected_socket(where: Node) -> None:
     """DTLS servers bind another socket to the same port, and connect it to the client."""
     asked, node_port = "10.96.0.54", 30053
@@ -135,6 +226,52 @@ def test_sockets_connected_before_a_restart_are_destroyed(tmp_path_factory: pyte
         with closing(client), where.proxy({"connectedUdp": "destroy"}):
             with pytest.raises(ConnectionAbortedError):
                 client.recv(100)
+
+
+def test_a_process_that_leaves_connected_sockets_to_the_rules_knows_none(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Nothing tells it when those of a former process are closed."""
+    with node(tmp_path_factory.mktemp("node")) as where:
+        where.serve("dns", DNS, REMOTE[:1], protocol="UDP")
+        with where.proxy({"connectedUdp": "destroy"}), connect(where.sockets(where.pod), socket.AF_INET, DNS):
+            assert len(noted_sockets(where).cookies) == 1
+            assert list(where.pins.glob(f"*/links/{names.RELEASE}"))
+        client = connect(where.sockets(where.pod), socket.AF_INET, DNS)
+        with client, where.proxy({"connectedUdp": "rules"}):
+            assert noted_sockets(where).cookies == set()
+            assert not list(where.pins.glob(f"*/links/{names.RELEASE}"))
+
+
+def test_a_socket_that_finds_no_room_is_left_to_the_rules(settings: Settings, compiled: Compiled) -> None:
+    of_two = compiled.maps[names.CONNECTED]._replace(entries=2)
+    small = compiled._replace(maps={**compiled.maps, names.CONNECTED: of_two})
+    view = node_view("node1", pods="10.244.1.0/24")
+    found = plans(view, service("dns", "80/UDP"), endpoint_slice("dns", REMOTE[0], ports=("8080/UDP",)))
+    update = full_update(view, found)
+
+    def program() -> None:
+        kernel = Kernel(settings._replace(connected_udp=True))
+        kernel.open(small)
+        state = FamilyState(update.family, kernel)
+        state.write(update, state.withdraw(update))
+        kernel.attach()
+        kernel.close()
+
+    with namespace() as alone:
+        alone.ip("route add default dev lo")
+        alone.inside(program)
+        with sockets_in(alone, Path(settings.cgroup)) as sockets, ExitStack() as stack:
+
+            def peer() -> str:
+                client = stack.enter_context(connect(sockets, socket.AF_INET, "10.96.0.1"))
+                _, port = client.getsockname()
+                return alone.run("ss", "-unH", "sport", "=", f":{port}").split()[3]
+
+            translated, left = f"{REMOTE[0]}:{PORT}", "10.96.0.1:80"
+            assert [peer() for _ in range(3)] == [translated, translated, left]
+            stack.close()
+            assert peer() == translated
 
 
 @pytest.fixture

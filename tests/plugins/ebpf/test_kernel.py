@@ -72,10 +72,11 @@ def links(settings: Settings) -> Path:
 
 
 def attached(settings: Settings) -> dict[str, int]:
-    """Return the number of programs of the cgroup at each attach point."""
+    """Return the number of programs of the cgroup at each attach point but for connected UDP sockets."""
+    kinds = {name: names.KINDS[name][1] for name in (*names.PROGRAMS, *names.COUNTING)}
     cgroup = os.open(settings.cgroup, os.O_RDONLY)
     try:
-        return {name: len(bpf.attached(cgroup, kind)) for name, (_, kind) in names.KINDS.items()}
+        return {name: len(bpf.attached(cgroup, kind)) for name, kind in kinds.items()}
     finally:
         os.close(cgroup)
 
