@@ -26,8 +26,13 @@ def open_cgroup(path: str = "") -> int:
     """Return a descriptor of the cgroup *path*, or of the root of the node's cgroup2 tree.
 
     ``ip netns exec`` hides /sys/fs/cgroup: where no cgroup2 tree is mounted, one is opened without a mount
-    point. Raises HostError.
+    point. In a container it is the container's own cgroup, and stands for the node's tree if that is mounted
+    elsewhere. Raises HostError.
     """
+    if path in _USUAL_POINTS:
+        for tree in _trees():
+            if os.stat(tree).st_ino == _ROOT_INODE:
+                return _open(tree)
     if path and os.path.isdir(path):
         if _kind(Path(path)) != "cgroup2":
             raise HostError(f"cgroup {path} is not a directory of a cgroup2 file system")
