@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
@@ -28,7 +29,8 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
         tables = delete_tables()
         if pins:
             _since[str(home)] = clock()
-            forget_connections(home)
+            with suppress(PermissionError):  # No bpf(2) here: a clean-up removes the map.
+                forget_connections(home)
     except (OSError, BackendError) as error:
         return Leftovers(names.MODE, errors=(str(error),))
     in_grace = clock() - _since.get(str(home), -GRACE) < GRACE

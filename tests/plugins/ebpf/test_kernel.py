@@ -32,6 +32,7 @@ from kproxy_ebpf.questions.detect import lacking
 from kproxy_ebpf.questions.retire import GRACE, retire
 from kproxy_ebpf.settings import Settings
 from tests.core.namespaces import namespace
+from tests.deploy.objects import DEPLOY
 from tests.plugins.ebpf.node import until
 from tests.plugins.ebpf.sockets import sockets_in
 
@@ -265,6 +266,32 @@ def test_retiring_detaches_at_once_and_translates_late_replies(
     assert {name for name, count in attached(settings).items() if count} == set(names.ON_THE_WAY_BACK)
     now += GRACE
     assert not retire(backend_settings(settings), lambda: now).is_needed
+
+
+@pytest.mark.parametrize("remove", ["retire", "cleanup"])
+def test_a_process_that_may_not_call_bpf_ends_the_programs_of_an_earlier_one(
+    settings: Settings, compiled: Compiled, remove: str
+) -> None:
+    """As a pod without CAP_BPF that serves in another mode."""
+    kernel = Kernel(settings, counting=names.COUNTING)
+    kernel.open(compiled)
+    kernel.attach()
+    kernel.close()
+    call = "retire(settings)" if remove == "retire" else "cleanup(settings, dry_run=False)"
+    program = (
+        "from kproxy_core.backend.api import BackendSettings\n"
+        f"from kproxy_ebpf.questions.{remove} import {remove}\n"
+        "from tests.deploy import seccomp\n"
+        f"settings = BackendSettings((), options={backend_settings(settings).options!r})\n"
+        "seccomp._REFUSED += 'bpf',\n"
+        f"seccomp.load(seccomp.Path({str(DEPLOY / 'seccomp/kproxy-ebpf.json')!r}))\n"
+        f"found = {call}\n"
+        "assert found.removed and not found.errors, found\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=DEPLOY.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not any(attached(settings)[name] for name in (*names.ON_THE_WAY_OUT, *names.COUNTING)))
 
 
 def test_sockets_of_the_node_are_marked_for_rules_that_a_clean_up_removes(
