@@ -37,3 +37,19 @@ class InvalidOption(BackendError):
     def __init__(self, settings: BackendSettings, name: str, value: object, problem: str) -> None:
         """*name*: as in `BackendSettings.options`. The message has the flag or the path in the file."""
         super().__init__(f"{settings.sources.get(name, name)}: {value!r}: {problem}")
+
+
+class PluginFailed(BackendError):
+    """A hook raised what its contract does not allow, or returned a wrong type. The call has failed."""
+
+    def __init__(self, plugin: str, hook: str, problem: str) -> None:
+        super().__init__(f"plugin {plugin!r}: {hook} {problem}")
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of a foreign *error* in one line, with everything escaped that is not printable."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - the message is computed by foreign code
+        text = "an exception without a message"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from kproxy_core.backend import api, hookspecs
+from kproxy_core.backend.answers import WrongAnswer, checked
+from kproxy_core.backend.calls import HookCalls
 from kproxy_core.backend.entry_points import OBSERVERS, BrokenPlugin, distribution_of, installed_entry_points
-from kproxy_core.backend.errors import BackendError, InvalidOption
+from kproxy_core.backend.errors import BackendError, InvalidOption, PluginFailed, one_line
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.endpoint import Destination
 
 if TYPE_CHECKING:
@@ -28,8 +31,6 @@ if TYPE_CHECKING:
 
 PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
 BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
-
-_T = TypeVar("_T")
 
 _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
@@ -57,6 +58,7 @@ class Registry:
 
         Raises PluginNotFound or PluginRefused for one of those.
         """
+        self.calls = HookCalls()
         self.manager = _new_manager()
         """All plugins and observers, without backends."""
         self.descriptions: dict[str, api.Description] = {}
@@ -140,37 +142,36 @@ class Registry:
 
         They are registered in a manager of their own, beside their plugins and all observers: other threads
         call hooks of other instances meanwhile, and those must not reach them. Raises UnknownMode,
-        PluginRefused, InvalidOption, or Unsupported if it can't work on this machine.
+        PluginRefused, PluginFailed, InvalidOption, or Unsupported if it can't work on this machine.
         """
         layers, manager = self.layers(mode), _new_manager()
         for name, plugin in self.manager.list_name_plugin():
             if name in layers or name not in self.descriptions:
                 manager.register(plugin, name=name)
         backends = tuple(self._make(layer, settings, manager) for layer in layers)
-        return BackendInstance(mode, settings, backends, manager)
+        return BackendInstance(mode, settings, backends, manager, self.calls)
 
     def _make(self, mode: str, settings: api.BackendSettings, manager: pluggy.PluginManager) -> object:
-        made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
+        made = self.calls.call(
+            self._caller(mode, "kproxy_make_backend"), {"mode": mode, "settings": settings})
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
         try:
             _register(manager, made, f"{mode} backend", BACKEND_HOOKS)
-        except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
+        except Exception as error:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return made
 
     def close_backend(self, instance: BackendInstance) -> None:
         """Close a backend and unregister it. Leave the kernel as it is."""
-        try:
-            instance.close()
-        finally:
-            for backend in instance.backends:
-                instance.manager.unregister(backend)
+        instance.close()
+        for backend in instance.backends:
+            instance.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: api.BackendSettings) -> None:
         """Have the plugin for *mode* make the settings of the whole machine that it needs.
 
-        Raises UnknownMode, PluginRefused, or any exception of the plugin.
+        Raises UnknownMode, PluginRefused, PluginFailed, or what the plugin raises by contract.
         """
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
@@ -178,7 +179,7 @@ class Registry:
     def caveats(self, mode: str, update: api.Update, settings: api.BackendSettings) -> tuple[api.Caveat, ...]:
         """Return the caveats that *mode* has for *update*.
 
-        Raises UnknownMode, PluginRefused, or any exception of the plugin.
+        Raises UnknownMode, PluginRefused or PluginFailed.
         """
         return tuple(
             caveat
@@ -199,26 +200,30 @@ class Registry:
         found: list[api.Requirement] = []
         for layer in self.layers(mode):
             try:
-                answer = self._ask(
-                    layer, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
-                found += _checked(answer, api.Detection).requirements
+                answer = self._ask(layer, "kproxy_detect", logged=False, settings=settings, trial=trial,
+                                   load_modules=load_modules)
+                found += answer.requirements if answer is not None else [_no_answer("none was given")]
             except InvalidOption:
                 raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
-                found.append(api.Requirement("an answer from the plugin", False, _reason(error)))
+            except (BackendError, HostError) as error:
+                found.append(_no_answer(_reason(error)))
         return api.Detection(mode, tuple(found))
 
     def dialled(
         self, mode: str, protocol: Protocol, source: Destination, endpoint: Destination
     ) -> Destination | None:
-        """Return the frontend that a socket dialled; see `hookspecs.kproxy_dialled`. Raises HostError."""
-        found = self._ask(mode, "kproxy_dialled", protocol=protocol, source=source, endpoint=endpoint)
-        return found if isinstance(found, Destination) else None
+        """Return the frontend that a socket dialled; see `hookspecs.kproxy_dialled`.
+
+        Raises HostError or PluginFailed.
+        """
+        found: Destination | None = self._ask(
+            mode, "kproxy_dialled", protocol=protocol, source=source, endpoint=endpoint)
+        return found
 
     def cleanup(
         self, mode: str, settings: api.BackendSettings, *, dry_run: bool, own_only: bool = False
     ) -> api.Leftovers:
-        """Remove every trace of *mode* from the kernel. Raises UnknownMode or PluginRefused."""
+        """Remove every trace of *mode* from the kernel."""
         return self._leftovers(mode, "kproxy_cleanup", settings=settings, dry_run=dry_run, own_only=own_only)
 
     def retire(
@@ -229,7 +234,6 @@ class Registry:
 
         *instance* is the backend that served in this process, if any. *traces*: include what is not bound to
         it. Call this while the result `is_needed`, then `close_backend` for the *instance*, and `cleanup`.
-        Raises UnknownMode or PluginRefused.
         """
         return self._leftovers(mode, "kproxy_retire", instance=instance, plugin=traces, settings=settings)
 
@@ -241,27 +245,33 @@ class Registry:
     def _leftovers(self, mode: str, hook: str, **arguments: Any) -> api.Leftovers:
         """Return the merged answers to *hook*; for *arguments* see `_answers`."""
         try:
-            answers = self._answers(mode, hook, **arguments)
-            return api.Leftovers.merged(mode, [_checked(answer, api.Leftovers) for answer in answers])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
+            return api.Leftovers.merged(mode, self._answers(mode, hook, logged=False, **arguments))
+        except (BackendError, HostError) as error:
             return api.Leftovers(mode, errors=(_reason(error),))
 
-    def _ask(self, mode: str, hook: str, **arguments: Any) -> object:
+    def _ask(self, mode: str, hook: str, **arguments: Any) -> Any:
         """Return the answer of the plugin for *mode*. Calls only that plugin and the observers."""
         answers = self._answers(mode, hook, **arguments)
         return answers[-1] if answers else None
 
     def _answers(
         self, mode: str, hook: str, *, instance: BackendInstance | None = None, plugin: bool = True,
-        **arguments: object,
+        logged: bool = True, **arguments: object,
     ) -> list[Any]:
         """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
         self.load(mode)
+        answers: list[Any] = self.calls.call(
+            self._caller(mode, hook, instance=instance, plugin=plugin), arguments, logged=logged)
+        return answers
+
+    def _caller(
+        self, mode: str, hook: str, *, instance: BackendInstance | None = None, plugin: bool = True
+    ) -> pluggy.HookCaller:
+        """Return the caller of *hook* that spares the plugins of other modes; as `_answers`."""
         others = [
             self.manager.get_plugin(other) for other in self.descriptions if other != mode or not plugin]
         manager = self.manager if instance is None else instance.manager
-        answers: list[Any] = manager.subset_hook_caller(hook, others)(**arguments)
-        return answers
+        return manager.subset_hook_caller(hook, others)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
         """Load the plugin installed under *name*, or else the module: a backend or an observer."""
@@ -317,6 +327,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str, required: Iterable[str]) -> None:
     """Register *plugin* if all its hooks are known and none of the *required* ones is missing."""
+    hash(plugin)  # pluggy keeps sets of plugins
     try:
         manager.register(plugin, name=name)
         callers = {caller.name: caller for caller in manager.get_hookcallers(plugin) or ()}
@@ -328,7 +339,7 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, required
         ]
         if problems:
             raise PluginRefused("; ".join(problems))
-    except (pluggy.PluginValidationError, PluginRefused):
+    except BaseException:
         if manager.is_registered(plugin):
             manager.unregister(plugin)
         raise
@@ -339,9 +350,10 @@ def _describe(plugin: object, mode: str) -> api.Description:
     describe = getattr(plugin, "kproxy_describe", None)
     if describe is None:
         raise PluginRefused("it lacks the hook kproxy_describe")
-    description = describe()
-    if not isinstance(description, api.Description):
-        raise PluginRefused(f"kproxy_describe returned {type(description).__name__}, not Description")
+    try:
+        description: api.Description = checked(describe(), api.Description)
+    except WrongAnswer as error:
+        raise PluginRefused(f"kproxy_describe {error}") from None
     major, minor = description.contract
     ours, last = api.CONTRACT
     if major != ours or minor > last:
@@ -351,13 +363,10 @@ def _describe(plugin: object, mode: str) -> api.Description:
     return description
 
 
-def _checked(answer: object, kind: type[_T]) -> _T:
-    """Return *answer*. Raises PluginRefused if it is not of *kind*."""
-    if not isinstance(answer, kind):
-        raise PluginRefused(f"answered {type(answer).__name__}, not {kind.__name__}")
-    return answer
+def _no_answer(because: str) -> api.Requirement:
+    return api.Requirement("an answer from the plugin", False, because)
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, PluginRefused) else f"{type(error).__name__}: {text}"
+    text = one_line(error)
+    return text if isinstance(error, (PluginRefused, PluginFailed)) else f"{type(error).__name__}: {text}"

@@ -28,6 +28,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
     with cli_errors():
         config, registry, configuration = prepare(flags)
         logs.set_up(config.verbosity, config.logging_format)
+        logs.log_uncaught()
         access = _begin_access(config)
         from kproxy_core.process import assembly as process
         from kproxy_core.process.standby import await_turn

@@ -1,17 +1,14 @@
 """The start of a backend: it is made and checked before anything depends on it."""
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import BackendError, InvalidOption, SyncFailed, Unsupported
+from kproxy_core.backend.errors import InvalidOption, PluginFailed, SyncFailed, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
+from kproxy_core.host.errors import HostError
 
 log = logging.getLogger("kproxy.run")
-
-_T = TypeVar("_T")
 
 
 def start_backend(
@@ -22,9 +19,12 @@ def start_backend(
     With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused, InvalidOption or
     Unsupported.
     """
-    instance = _checked(lambda: registry.make_backend(mode, settings))
     try:
-        if not _checked(instance.begin):
+        instance = registry.make_backend(mode, settings)
+    except PluginFailed as error:
+        raise Unsupported(str(error)) from error
+    try:
+        if not _begin(instance):
             detection = registry.detect(mode, settings, load_modules=True)
             if detection.refuted:
                 raise Unsupported(detection.because)
@@ -39,12 +39,9 @@ def start_backend(
     return instance
 
 
-def _checked(act: Callable[[], _T]) -> _T:
-    """Return the result of a plugin's *act*. An unexpected exception counts as Unsupported."""
+def _begin(instance: BackendInstance) -> bool:
+    """Return whether the backend has found that it can work. A plugin that fails cannot."""
     try:
-        return act()
-    except BackendError:
-        raise
-    except Exception as error:
-        log.exception("plugin raised an unexpected exception")
-        raise Unsupported(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        return instance.begin()
+    except (HostError, PluginFailed) as error:
+        raise Unsupported(str(error)) from error

@@ -38,6 +38,23 @@ def set_verbosity(verbosity: int) -> None:
     logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
 
 
+def log_uncaught() -> None:
+    """Log exceptions that end the process or a thread, and those of destructors, instead of printing them.
+
+    A plugin may have chosen their text.
+    """
+
+    def caught(message: str, error: BaseException | None, fields: dict[str, object]) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            logging.getLogger("kproxy.run").critical(message, exc_info=error, extra={"fields": fields})
+
+    sys.excepthook = lambda kind, error, traceback: caught("unexpected exception", error, {})
+    threading.excepthook = lambda given: caught(
+        "unexpected exception in a thread", given.exc_value,
+        {"thread": given.thread.name if given.thread is not None else ""})
+    sys.unraisablehook = lambda given: caught("exception ignored", given.exc_value, {})
+
+
 def recent_lines() -> list[str]:
     """Return the last lines of the log, as text, for a report."""
     formatter = _TextFormatter()

@@ -217,7 +217,8 @@ class _Proxy:
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=self._terms, mode_changed=self._mode_changed)
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
-        self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
+        self._metrics.add_collector(lambda: [
+            *self._switch.instance.measure(), self._retiring.measure(), registry.calls.measure()])
         self._overview = cache(self._make_overview)
         self._inspection = cache(self._make_inspection)
         self._failures: list[str] = []

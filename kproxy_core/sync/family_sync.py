@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kproxy_core.backend.api import Scope, SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.backend.errors import PluginFailed, SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
@@ -139,7 +139,7 @@ class FamilySync:
     def _failed(self, started: float, scope: Scope, error: Exception) -> None:
         """Keep everything for the retry."""
         ended = self._clock()
-        expected = isinstance(error, SyncFailed)
+        expected, told = isinstance(error, SyncFailed), isinstance(error, (SyncFailed, PluginFailed))
         self._failures += 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
         self.pacing.ran(started, ended, scope, False, cost=self._cost())
@@ -155,9 +155,9 @@ class FamilySync:
             "sync failed",
             extra={"fields": {
                 "ip_family": self.family.label, "scope": scope.value, "failures": self._failures,
-                "error": str(error) if expected else repr(error),
+                "error": str(error) if told else repr(error),
             }},
-            exc_info=None if expected else error,
+            exc_info=None if told else error,
         )
 
     @property

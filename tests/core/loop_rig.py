@@ -7,6 +7,7 @@ import pluggy
 
 from kproxy_core.backend import hookspecs
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.calls import HookCalls
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family
@@ -139,7 +140,7 @@ def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(backend)
-    return BackendInstance("test", BackendSettings(tuple(families)), (backend,), manager)
+    return BackendInstance("test", BackendSettings(tuple(families)), (backend,), manager, HookCalls())
 
 
 class Rig:

@@ -143,7 +143,7 @@ MISFITS = {
     "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.13"),
     "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.13"),
     "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.13"),
-    "no version": (plugin("bad", contract="'1.0'"), "ValueError"),
+    "no version": (plugin("bad", contract="'1.0'"), "Description.contract: str, not tuple[int, int]"),
     "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
     "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
     "missing hook": (plugin("bad").replace("@hookimpl\ndef kproxy_cleanup", "def x"), "lacks the hook"),
@@ -196,7 +196,7 @@ def test_one_plugin_is_asked_and_its_failure_is_an_answer(put: Install) -> None:
     put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers("bad"', "raise OSError(1"))
     registry = Registry()
     assert registry.cleanup("good", SETTINGS, dry_run=True).removed == ("what was left",)
-    problem = "PermissionError: [Errno 1] ('what was left',)"
+    problem = "plugin 'bad': kproxy_cleanup raised PermissionError: [Errno 1] ('what was left',)"
     assert registry.cleanup("bad", SETTINGS, dry_run=True).errors == (problem,)
     assert registry.detect("good", SETTINGS).usable
     assert registry.detect("bad", SETTINGS).mode == "bad"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.backend.errors import PluginFailed
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance import bench, contract, lifecycle
 from kproxy_core.testing.conformance.checks import Failed
@@ -49,13 +50,32 @@ def test_the_documented_mode_passes(directory: Path, check: str) -> None:
     assert problem(check) == ""
 
 
-@pytest.mark.parametrize(("hook", "words"), [
-    ("kproxy_sync", "the kernel lacks what nftables alone programs, such as"),
-    ("kproxy_render", "kproxy_render lacks what nftables alone renders, such as"),
-])  # fmt: skip
-def test_a_mode_that_replaces_a_hook_of_its_base_is_noticed(directory: Path, hook: str, words: str) -> None:
-    wrapper = WRAPPER.format(hook=hook)
-    source = example()
+def replacing(hook: str, base: str, instead: str = "") -> str:
+    """Return the example, with a plain *hook* that has *instead* in place of the call to its *base*."""
+    source, wrapper = example(), WRAPPER.format(hook=hook)
     assert wrapper in source
-    (directory / "audited.py").write_text(source.replace(wrapper, wrapper.replace("(wrapper=True)", "")))
+    assert base in source
+    plain = source.replace(wrapper, wrapper.replace("(wrapper=True)", ""))
+    return plain.replace(base, instead) if instead else plain
+
+
+SYNC = ("kproxy_sync", "report = yield", "from kproxy_core.backend.api import SyncReport as R; report = R(0)")
+RENDER = ("kproxy_render", "return (yield) + f", "return f")
+
+
+@pytest.mark.parametrize(("hook", "base", "instead", "words"), [
+    (*SYNC, "the kernel lacks what nftables alone programs, such as"),
+    (*RENDER, "kproxy_render lacks what nftables alone renders, such as"),
+])  # fmt: skip
+def test_a_mode_that_replaces_a_hook_of_its_base_is_noticed(
+    directory: Path, hook: str, base: str, instead: str, words: str
+) -> None:
+    (directory / "audited.py").write_text(replacing(hook, base, instead))
     assert words in problem(KEEPS_BASE)
+
+
+@pytest.mark.parametrize(("hook", "base"), [SYNC[:2], RENDER[:2]])
+def test_a_hook_that_yields_without_being_a_wrapper_is_told(directory: Path, hook: str, base: str) -> None:
+    (directory / "audited.py").write_text(replacing(hook, base))
+    with pytest.raises(PluginFailed, match=f"{hook} returned a generator: .*wrapper=True"):
+        problem(KEEPS_BASE)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from kproxy_core.backend.errors import PluginFailed
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.inspection.explaining import OUTCOMES, Packets, ask_proxy, explain_objects
 from kproxy_core.cli.options import OBJECTS
@@ -42,7 +43,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
 
     def dialled(protocol: int, way: Direction) -> Destination | None:
         source, endpoint = way[:2], way[2:]
-        with suppress(HostError):
+        with suppress(HostError, PluginFailed):
             return registry.dialled(mode, Protocol(protocol), Destination(*source), Destination(*endpoint))
         return None
 

@@ -6,7 +6,7 @@ from itertools import repeat
 from typing import Any
 
 from kproxy_core.backend.api import BackendSettings, Caveat, KernelSide, Scope, Update
-from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.errors import BackendError, PluginFailed
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.answer import answer
@@ -55,16 +55,17 @@ def answers(
 
 
 def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> list[Caveat]:
-    """Return the caveats of the mode that concern the service port of *case*."""
+    """Return the caveats of the mode that concern the service port of *case*; none if the plugin fails."""
     question = case.question
     if question.plan is None:
         return []
     plans = {question.plan.key: question.plan}
     update = Update(question.node.family, Scope.RESYNC, question.node, {}, plans)
-    return [
-        caveat for caveat in registry.caveats(instance.mode, update, instance.settings)
-        if caveat.service_port == question.plan.key
-    ]
+    try:
+        found = registry.caveats(instance.mode, update, instance.settings)
+    except PluginFailed:
+        return []
+    return [caveat for caveat in found if caveat.service_port == question.plan.key]
 
 
 def compare_all(
