@@ -31,6 +31,8 @@ class FamilyObjects(Struct):
     """The slices of each Service, by their name."""
     changed: dict[ServiceName, None] = {}
     """The Services that may have changed since `take_changed`, in that order."""
+    was_taken: bool = False
+    """`take_changed` was called."""
     named: list[str] = []
     pending_services: int = 0
     """Changes of Services since `take_changed`."""
@@ -41,6 +43,7 @@ class FamilyObjects(Struct):
     def take_changed(self) -> dict[ServiceName, None]:
         """Return `changed`, which is empty then."""
         changed, self.changed = self.changed, {}
+        self.was_taken = True
         self.pending_services = self.pending_slices = 0
         return changed
 
@@ -143,7 +146,7 @@ class Store:
         else:
             self.services[name] = service
         for state in self.families.values():
-            state.changed[name] = None
+            self._mark_changed(state, name)
             state.note("Service", name, origin)
             state.pending_services += 1
 
@@ -175,7 +178,14 @@ class Store:
         del of_service[piece.name.name]
         if not of_service:
             del state.slices[piece.service]
-        state.changed[piece.service] = None
+        self._mark_changed(state, piece.service)
         state.note("EndpointSlice", piece.name, _DELETED)
         state.pending_slices += 1
         state.trigger_times.pop(piece.service, None)
+
+    def _mark_changed(self, state: FamilyObjects, name: ServiceName) -> None:
+        """Note that a Service may have changed, but forget one that is deleted before any was planned."""
+        if not state.was_taken and name not in self.services:
+            state.changed.pop(name, None)
+        else:
+            state.changed[name] = None

@@ -1,11 +1,12 @@
 """A server that refuses, sends nonsense or vanishes: the state is kept, and followed again."""
 
 import gzip
+import itertools
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from kproxy_core.apiclient.streams import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
 from kproxy_core.apiclient.wire import Wire
 from kproxy_core.sources.apiserver import reflector as watch
+from kproxy_core.sources.apiserver import replica
 from kproxy_core.sources.apiserver.reflector import RELIST_SPREAD
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import BadObject, Event
@@ -405,6 +407,51 @@ def test_an_endless_list_ends(follow: ScriptedRun, monkeypatch: pytest.MonkeyPat
     server, observed = follow(OLD_SERVER, *pages)
     observed.wait_for(lambda _: queries(server, "limit").count("500") > 1)
     assert "services" not in observed.complete
+
+
+def endlessly(version: int, next_name: Callable[[], str], *first: dict[str, object]) -> Step:
+    """A watch of *first* and then of Services with ever new names, until the client closes the connection."""
+    def step(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.chunk(exchange.events(first)) if first else None
+        with suppress(OSError):
+            while True:
+                exchange.chunk(exchange.event(event("ADDED", service(next_name()), version)))
+        exchange.leave()
+    return step
+
+
+def test_an_endless_watch_list_ends(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(watch, "MAX_LIST", 100_000)
+    names = itertools.repeat("a")
+    endless = endlessly(1, names.__next__)
+    _, observed = follow(endless, endless, watched(*present("b")))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"b"}
+    assert [record.fields["problem"] for record in caplog.records] == [  # type: ignore[attr-defined]
+        "a list of more than 100000 bytes"]
+
+
+@pytest.mark.parametrize("first", [[], present("a")], ids=["at the start", "after it"])
+def test_a_watch_of_endless_objects_fills_no_memory(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    first: list[dict[str, object]],
+) -> None:
+    """Neither one that is without end, nor all of them, each with other names."""
+    monkeypatch.setattr(replica, "MOST_HELD", 100_000)
+    numbers = itertools.count()
+    endless = [endlessly(11, lambda: f"s{next(numbers)}", *(first if number == 0 else ()))
+               for number in range(4)]
+    lost = [refuse(410)] if first else []
+    _, observed = follow(*endless, *lost, watched(*present("b", version=20)))
+    observed.wait_for(lambda o: o.names == {"b"})
+    # Each counts for a kibibyte and its encoding. Those of a list without end are not kept.
+    most = 100 if first else 100 * len(endless)
+    assert most / 5 < len(set(observed.gone)) < most
+    assert "objects of more than 100000 bytes" in {
+        record.fields.get("problem") for record in caplog.records}  # type: ignore[attr-defined]
 
 
 def test_complaints_about_one_answer_are_limited_and_counted(follow: ScriptedRun) -> None:

@@ -102,13 +102,11 @@ def test_a_slice_that_changes_its_family_changes_both() -> None:
 
 
 def test_slices_of_a_family_that_the_node_lacks_are_not_kept() -> None:
-    store = store_with(
-        SliceSet(endpoint_slice("web", "10.0.0.1", name="s")),
-        SliceSet(endpoint_slice("web", "fd00::1", name="t")),
-        SliceSet(endpoint_slice("web", "fd00::1", name="s")),
-        SliceGone(SliceName("default", "t")),
-        families=[V4],
-    )
+    store = store_with(SliceSet(endpoint_slice("web", "10.0.0.1", name="s")), families=[V4])
+    store.families[V4].take_changed()
+    store.fold(SliceSet(endpoint_slice("web", "fd00::1", name="t")))
+    store.fold(SliceSet(endpoint_slice("web", "fd00::1", name="s")))
+    store.fold(SliceGone(SliceName("default", "t")))
     assert WEB not in store.families[V4].slices
     assert set(store.families[V4].take_changed()) == {WEB}
 

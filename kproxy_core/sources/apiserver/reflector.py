@@ -19,7 +19,7 @@ from kproxy_core.apiclient.streams import MAX_LINE, Frames, Lines
 from kproxy_core.apiclient.transport import ProtocolError, TooLarge
 from kproxy_core.objects.decode import Decoder, Malformed, Resource
 from kproxy_core.sources.apiserver.conduct import Conduct
-from kproxy_core.sources.apiserver.replica import Replica
+from kproxy_core.sources.apiserver.replica import Replica, TooMuch
 from kproxy_core.sources.apiserver.trouble import Trouble
 from kproxy_core.store.events import BadObject, Emit, Event, limit_complaints
 from kproxy_core.timing.backoff import STABLE, Backoff
@@ -42,7 +42,7 @@ PAGE_BYTES = 4 << 20
 """Size aimed at by the pages after it: objects differ in size by three orders of magnitude."""
 
 MAX_LIST = 4 << 30
-"""Limit in bytes for all pages of one list."""
+"""Limit in bytes for everything that exists, in a list or at the start of a watch."""
 
 FIRST_BATCH = 10_000
 """Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch
@@ -166,7 +166,7 @@ class Reflector:
                 return RELIST_SPREAD * self._chance()
         except Refusal as refused:
             problem, asked = refused, self._take_refusal(refused)
-        except (OSError, ProtocolError, Malformed) as error:
+        except (OSError, ProtocolError, Malformed, TooMuch) as error:
             problem = error
             self._take_failure(error, start)
         except Exception as error:  # a thread that dies would leave the state stale for ever
@@ -179,7 +179,7 @@ class Reflector:
         if start is Start.WATCH_LIST and not following and _lists_may_do_better(problem):
             self._start = Start.LIST
             return 0.0
-        lasted = 0.0 if self._granted is None else time.monotonic() - self._granted
+        lasted = time.monotonic() - self._granted if following and self._granted is not None else 0.0
         if lasted >= STABLE:
             self._conduct.failures = 0
             if problem is None:
@@ -217,6 +217,8 @@ class Reflector:
         self._conduct.answers = False
         if isinstance(error, TooLarge):
             self._page = max(1, self._page // 8)
+        if isinstance(error, TooMuch):
+            self._deliver(self._replica.drop_unproven())
         if start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError):
             self._conduct.silences += 1
             if self._conduct.hides_history:
@@ -249,14 +251,14 @@ class Reflector:
             data, is_protobuf = self._requests.list(
                 self._target({"limit": str(limit)} | query), first=not query)
             received += len(data)
-            if received > MAX_LIST:
-                raise Malformed(f"a list of more than {MAX_LIST} bytes")
+            _check_length(received)
             page = self._decoder(is_protobuf).page(data)
             if not page.resource_version:
                 raise Malformed("a list without metadata.resourceVersion")
             events: list[Event] = []
+            each = len(data) // max(len(page.readings), 1)
             for reading in page.readings:
-                self._replica.set(reading, events)
+                self._replica.set(reading, each, events)
             if not page.next_page:
                 events += self._replica.end_listing()
                 self._resume_after(page.resource_version)
@@ -273,13 +275,15 @@ class Reflector:
         else:
             query |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
         response = self._requests.watch(self._target(query))
-        if self._start is not Start.RESUME:
+        if self._start is Start.RESUME:
+            self._trouble.recovered(self._resource.plural)
+        else:
             self._replica.start_listing()
         self._granted = time.monotonic()
-        self._trouble.recovered(self._resource.plural)
         decoder = self._decoder(response.is_protobuf)
         stream = Frames() if response.is_protobuf else Lines()
         events: list[Event] = []
+        received = 0
         try:
             while True:
                 if self._phase is Phase.FOLLOWING:
@@ -287,6 +291,9 @@ class Reflector:
                 data = response.read()
                 if not data:
                     return
+                if self._replica.is_listing:
+                    received += len(data)
+                    _check_length(received)
                 self._conduct.silences = 0
                 for encoded in stream.feed(data):
                     if encoded is None:
@@ -303,7 +310,7 @@ class Reflector:
         return self._resource.protobuf if is_protobuf else self._resource
 
     def _take_event(self, decoder: Decoder[Any], data: bytes, events: list[Event]) -> None:
-        """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal."""
+        """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal, TooMuch."""
         try:
             seen = decoder.watch_event(data)
         except Malformed as error:
@@ -315,13 +322,14 @@ class Reflector:
             raise HistoryLost(f"resource version {seen.resource_version} after {self._version}")
         if seen.reading is not None:
             if seen.type in ("ADDED", "MODIFIED"):
-                self._replica.set(seen.reading, events)
+                self._replica.set(seen.reading, len(data), events)
             elif seen.type == "DELETED" and seen.reading.name is not None:
                 events += self._replica.delete(seen.reading.name)
         if self._replica.is_listing:
             # Listed in no order: only the bookmark after the last object is a version to resume after.
             if seen.initial_events_end:
                 events += self._replica.end_listing()
+                self._trouble.recovered(self._resource.plural)
                 self._resume_after(seen.resource_version)
         elif seen.resource_version:
             if seen.type == "BOOKMARK" and seen.resource_version != self._version:
@@ -340,6 +348,12 @@ class Reflector:
 
     def _fields(self, **fields: object) -> dict[str, object]:
         return {"fields": {"resource": self._resource.plural} | fields}
+
+
+def _check_length(received: int) -> None:
+    """Raise Malformed if a list does not end."""
+    if received > MAX_LIST:
+        raise Malformed(f"a list of more than {MAX_LIST} bytes")
 
 
 def _lists_may_do_better(problem: Exception | None) -> bool:
