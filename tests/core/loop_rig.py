@@ -103,11 +103,15 @@ class RecordingBackend:
         return taken
 
 
+_UNUSED = HttpServer()
+"""One for all: each holds descriptors, and tests make hundreds of rigs."""
+
+
 class RecordingServiceHealth(ServiceHealth):
     """Records instead of listening."""
 
     def __init__(self, family: Family) -> None:
-        super().__init__(family, HttpServer(), lambda: True)
+        super().__init__(family, _UNUSED, lambda: True)
         self.told: dict[ServiceName, HealthCheck] = {}
 
     def apply(self, changes: Mapping[ServiceName, HealthCheck | None]) -> None:
