@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.nf_objects import chain_exists
+from kproxy_core.host.nftables.lookup import chain_exists
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables import over_netlink

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.nf_objects import chain_exists
+from kproxy_core.host.nftables.lookup import chain_exists
 from kproxy_core.host.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 

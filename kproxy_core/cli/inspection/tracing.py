@@ -82,8 +82,8 @@ class Trace:
             traces = stack.enter_context(trace_events())
             try:
                 stack.enter_context(open_table(self._table, list(self._owners)))
-            except OSError as error:
-                self._blind = f"rules are not seen, only connections: nf_tables: {error.strerror}"
+            except HostError as error:
+                self._blind = f"rules are not seen, only connections: {error}"
             for events in (flows, traces):
                 selector.register(events, selectors.EVENT_READ)
             ends = time.monotonic() + seconds

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.libnftables.child import NO_BINDING
-from kproxy_core.host.netlink.nf_objects import TableName, all_tables
+from kproxy_core.host.nftables.lookup import TableName, all_tables
 
 if TYPE_CHECKING:
     from kproxy_core.host.trial import Namespace

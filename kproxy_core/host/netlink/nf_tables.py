@@ -22,11 +22,15 @@ def payload(family: Family, *attributes: bytes) -> bytes:
     return NFGENMSG.pack(family.af, 0, 0) + b"".join(attributes)
 
 
-def transaction(requests: Sequence[Request]) -> tuple[bytes, int]:
-    """Encode *requests* as one transaction. Return it with the sequence number that is acknowledged."""
+def transaction(requests: Sequence[Request], *, commit: bool = True) -> tuple[bytes, int]:
+    """Encode *requests* as one transaction. Return it with the sequence number that is acknowledged.
+
+    Without *commit*, the kernel checks the requests and undoes them.
+    """
     last = len(requests) + 1
     out = [message(_BATCH_BEGIN, 0, _BATCH, 1)]
     for number, (kind, flags, body) in enumerate(requests, 2):
         out.append(message(kind, flags | (NLM_F_ACK if number == last else 0), body, number))
-    out.append(message(_BATCH_END, 0, _BATCH, last + 1))
+    if commit:
+        out.append(message(_BATCH_END, 0, _BATCH, last + 1))
     return b"".join(out), last

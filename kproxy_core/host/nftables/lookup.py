@@ -1,6 +1,5 @@
 """Tables and chains of nf_tables, looked up by name."""
 
-import errno
 from typing import Final, NamedTuple
 
 from kproxy_core.host.errors import HostError
@@ -14,11 +13,10 @@ from kproxy_core.host.netlink.messages import (
     text_attribute,
 )
 from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.nftables.connection import ABSENT
 from kproxy_core.model.address import Family
 
 _CHAIN_NAME: Final = 3
-_ABSENT: Final = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
-"""No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
 
 
 class TableName(NamedTuple):
@@ -36,7 +34,7 @@ def all_tables() -> list[TableName]:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             return sock.dump(nf_tables.GETTABLE, NFGENMSG.pack(0, 0, 0), lambda found: [*map(_named, found)])
     except OSError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             return []
         raise HostError("cannot list the tables of nf_tables", error) from error
 
@@ -63,6 +61,6 @@ def _exists(kind: int, family: Family, table: str, *attributes: bytes) -> bool:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             return bool(sock.request(kind, 0, request))
     except OSError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             return False
         raise HostError(f"cannot look up table {family.ip} {table}", error) from error
