@@ -1,19 +1,35 @@
-"""The rules that exempt marked packets from connection tracking, as nft text. Pure."""
+"""The rules that exempt marked packets from connection tracking. Pure."""
 
-from kproxy_core.model.address import Family
+from kproxy_core.host.nftables.objects import Chain, Layout, Object, Place, Table
+from kproxy_core.host.nftables.rules import (
+    INPUT_INDEX,
+    L4_PROTOCOL,
+    META_MARK,
+    NOTRACK,
+    OUTPUT_INDEX,
+    SOCKET_MARK,
+    equals,
+    loopback,
+)
+from kproxy_core.model.address import Family, Protocol
 from kproxy_ebpf.names import NOTRACK_TABLE
 
 
-def notrack_rules(family: Family, mark: int) -> str:
-    """Return the commands that create the table of *family*, or replace it in the same transaction.
+def notrack_table(family: Family) -> Table:
+    return Table(family, NOTRACK_TABLE)
+
+
+def notrack_layout(mark: int) -> Layout:
+    """Return the objects of the table.
 
     Replies have no mark: they are recognised by their socket's. Connections within the node are tracked,
     because neither holds for replies of a server of the node itself.
     """
-    table = f"{family.ip} {NOTRACK_TABLE}"
-    lines = [f"add table {table}", f"delete table {table}", f"add table {table}"]
-    for hook, match in (("output", 'oif != "lo" meta'), ("prerouting", 'iif != "lo" socket')):
-        place = f"type filter hook {hook} priority -300; policy accept;"
-        lines += [f"add chain {table} {hook} {{ {place} }}",
-                  f"add rule {table} {hook} meta l4proto tcp {match} mark {mark:#010x} notrack"]
-    return "".join(f"{line}\n" for line in lines)
+    tcp = equals(L4_PROTOCOL, Protocol.TCP)
+    chains: list[Object] = [
+        Chain(hook, ((tcp, loopback(index, negate=True), equals(marked, mark), NOTRACK),),
+              Place("filter", hook, -300))
+        for hook, index, marked in (
+            ("output", OUTPUT_INDEX, META_MARK), ("prerouting", INPUT_INDEX, SOCKET_MARK))
+    ]  # fmt: skip
+    return {chain.name: chain for chain in chains}

@@ -6,11 +6,30 @@ outlive rules and processes.
 """
 
 import struct
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
 
 from kproxy_core.backend.api import Connections
-from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.host.nftables.objects import Chain, Command, Container, Element, Layout, Object, Place, Table
+from kproxy_core.host.nftables.rules import (
+    ADDRESS,
+    DESTINATION_PORT,
+    L4_PROTOCOL,
+    ORIGINAL_PORT,
+    PORT,
+    PROTOCOL,
+    DataType,
+    Rule,
+    among,
+    count,
+    ct_status,
+    destination_address,
+    equals,
+    goto,
+    is_local,
+    original_destination,
+    update,
+)
+from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 
@@ -19,15 +38,19 @@ CONNECTIONS = "connections"
 REJECTED = "rejected"
 """The set of frontends that were dialled without an endpoint."""
 
-_UNSERVED, _UNSERVED_NODE_PORTS = "unserved", "unserved-node-ports"
+UNSERVED_SETS = _UNSERVED, _UNSERVED_NODE_PORTS = "unserved", "unserved-node-ports"
 """The sets of frontends without endpoints."""
 
+_TABLES = {False: "kproxy-counts", True: "kproxy-ipvs-counts"}
+
+Elements = Mapping[str, frozenset[Element]]
+"""Elements by set."""
+
 _DIALLED = "dialled"
-ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _MOST = 1 << 18
 """Most elements of a set; beyond it, further ones are not counted."""
-_KEPT = "90m"
-"""Time after its last connection for which a count is kept.
+_KEPT = 90 * 60
+"""Seconds after its last connection for which a count is kept.
 
 Not an hour: the count of a client that connects hourly would end, and begin again at the number that was read
 last, which does not show the new connection.
@@ -36,85 +59,89 @@ _FRONTEND = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
 
 
-def set_of_connections(family: Family, table: str) -> str:
-    return counting_set(family, table, CONNECTIONS, f" . {ADDRESS_TYPE[family]} . inet_service")
+def set_of_connections(family: Family) -> Container:
+    return counting_set(family, CONNECTIONS, ADDRESS[family], PORT)
 
 
-def counting_set(family: Family, table: str, name: str, rest: str = "") -> str:
-    """Return the command that adds a set of frontends, followed by the key types in *rest*."""
-    key = f"{ADDRESS_TYPE[family]} . inet_proto . inet_service{rest}"
-    return (f"add set {family.ip} {table} {name} "
-            f"{{ type {key}; flags dynamic,timeout; timeout {_KEPT}; size {_MOST}; }}")
+def counting_set(family: Family, name: str, *more: DataType) -> Container:
+    """Return a set of frontends, whose keys may continue with *more*."""
+    return Container(
+        name, (ADDRESS[family], PROTOCOL, PORT, *more), dynamic=True, timeout=_KEPT, size=_MOST)
 
 
-def count_rules(ip: str) -> list[str]:
-    """Return the rules that count a translated connection. *ip* is nft's name of the family."""
-    frontend = f"ct original {ip} daddr . meta l4proto . ct original proto-dst"
-    return [
-        f"meta l4proto {protocol.name.lower()} update @{CONNECTIONS} "
-        f"{{ {frontend} . {ip} daddr . th dport counter }}"
-        for protocol in Protocol
-    ]
+def count_rules(family: Family) -> tuple[Rule, ...]:
+    """Return the rules that count a translated connection."""
+    dialled = (original_destination(family), L4_PROTOCOL, ORIGINAL_PORT)
+    endpoint = (destination_address(family), DESTINATION_PORT)
+    return tuple(
+        (equals(L4_PROTOCOL, protocol), count(CONNECTIONS, (*dialled, *endpoint))) for protocol in Protocol)
 
 
-def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
-    """Return the commands for a table that counts whatever any rules of this machine translate.
+def counting_table(family: Family, *, ipvs: bool) -> Table:
+    """Return the table that counts; *ipvs*: with IPVS."""
+    return Table(family, _TABLES[ipvs])
+
+
+def counting_layout(family: Family, *, ipvs: bool) -> Layout:
+    """Return the objects of a table that counts whatever any rules of this machine translate.
 
     Its chains precede those that masquerade, which are the last that nat chains see of a connection. Those
-    that count rejections precede DNAT and IPVS, for `change_unserved` says which frontends are rejected.
+    that count rejections precede DNAT and IPVS, for `unserved_elements` says which frontends are rejected.
 
     *ipvs*: count what IPVS translates, too. Its connections have no status of their own (ip_vs_nfct.c), but
     are dialled at a local address, which chains before IPVS note in a set. Connections to the node itself are
     counted with them: their endpoint is the dialled socket.
     """
-    ip = family.ip
-    port = "meta l4proto . th dport"
-    frontend = f"{ip} daddr . {port}"
-    reject = f"update @{REJECTED} {{ {frontend} counter }}"
-    lines = [
-        f"add table {ip} {table}", set_of_connections(family, table), counting_set(family, table, REJECTED),
-        f"add set {ip} {table} {_UNSERVED} {{ type {ADDRESS_TYPE[family]} . inet_proto . inet_service; }}",
-        f"add set {ip} {table} {_UNSERVED_NODE_PORTS} {{ type inet_proto . inet_service; }}",
+    daddr = destination_address(family)
+    port = (L4_PROTOCOL, DESTINATION_PORT)
+    frontend = (daddr, *port)
+    reject = count(REJECTED, frontend)
+    sets: list[Container] = [
+        set_of_connections(family), counting_set(family, REJECTED),
+        *_unserved_sets(family),
     ]
-    dialled = [
-        f"{frontend} @{_UNSERVED} {reject}",
-        f"fib daddr type local {port} @{_UNSERVED_NODE_PORTS} {reject}",
+    dialled: list[Rule] = [
+        (among(frontend, _UNSERVED), reject),
+        (is_local("daddr"), among(port, _UNSERVED_NODE_PORTS), reject),
     ]
-    translated = ["ct status dnat goto count"]
+    translated: list[Rule] = [(ct_status("dnat"), goto("count"))]
     if ipvs:
-        lines.append(f"add set {ip} {table} {_DIALLED} "
-                     f"{{ type {ADDRESS_TYPE[family]}; flags dynamic,timeout; timeout 10s; size {_MOST}; }}")
-        dialled.append(f"fib daddr type local update @{_DIALLED} {{ {ip} daddr }}")
-        translated.append(f"ct original {ip} daddr @{_DIALLED} goto count")
-    chains = {"count": ("", count_rules(ip))}
-    chains |= {hook: (f"type nat hook {hook} priority -101", dialled) for hook in ("prerouting", "output")}
-    chains |= {hook: (f"type nat hook {hook} priority 99", translated) for hook in ("postrouting", "input")}
-    for chain, (place, rules) in chains.items():
-        lines += [f"add chain {ip} {table} {chain}" + (f" {{ {place}; policy accept; }}" if place else ""),
-                  f"flush chain {ip} {table} {chain}"]
-        lines += [f"add rule {ip} {table} {chain} {rule}" for rule in rules]
-    return "".join(f"{line}\n" for line in lines)
+        sets.append(Container(_DIALLED, (ADDRESS[family],), dynamic=True, timeout=10, size=_MOST))
+        dialled.append((is_local("daddr"), update(_DIALLED, (daddr,))))
+        translated.append((among((original_destination(family),), _DIALLED), goto("count")))
+    objects: list[Object] = [
+        *sets, Chain("count", count_rules(family)),
+        *(Chain(hook, tuple(dialled), Place("nat", hook, -101)) for hook in ("prerouting", "output")),
+        *(Chain(hook, tuple(translated), Place("nat", hook, 99)) for hook in ("postrouting", "input")),
+    ]
+    return {item.name: item for item in objects}
 
 
-def change_unserved(action: Literal["add", "delete"], table: str, frontends: Iterable[Frontend]) -> str:
-    """Return the commands that change the frontends without endpoints. *table* includes the family."""
-    elements: dict[str, list[str]] = {_UNSERVED: [], _UNSERVED_NODE_PORTS: []}
+def _unserved_sets(family: Family) -> tuple[Container, Container]:
+    return (
+        Container(_UNSERVED, (ADDRESS[family], PROTOCOL, PORT)),
+        Container(_UNSERVED_NODE_PORTS, (PROTOCOL, PORT)),
+    )
+
+
+def unserved_elements(frontends: Iterable[Frontend]) -> dict[str, frozenset[Element]]:
+    """Return the elements that say which *frontends* have no endpoints, by set."""
+    elements: dict[str, list[Element]] = {name: [] for name in UNSERVED_SETS}
     for address, protocol, port in frontends:
-        last = f"{protocol.name.lower()} . {port}"
+        last = _FRONTEND.pack(protocol, port)
         if address is None:
-            elements[_UNSERVED_NODE_PORTS].append(last)
+            elements[_UNSERVED_NODE_PORTS].append(Element(last))
         else:
-            elements[_UNSERVED].append(f"{format_address(address)} . {last}")
-    return "".join(
-        f"{action} element {table} {name} {{ {', '.join(found)} }}\n"
-        for name, found in elements.items() if found
-    )  # fmt: skip
+            elements[_UNSERVED].append(Element(address + last))
+    return {name: frozenset(found) for name, found in elements.items()}
 
 
-def replace_unserved(table: str, frontends: Iterable[Frontend]) -> str:
-    """Return the commands after which *frontends* are those without endpoints. *table*: as above."""
-    flushes = "".join(f"flush set {table} {name}\n" for name in (_UNSERVED, _UNSERVED_NODE_PORTS))
-    return flushes + change_unserved("add", table, frontends)
+def change_unserved(table: Table, held: Elements, wanted: Elements) -> list[Command]:
+    """Return the commands that turn the *held* elements of the sets of *table* into the *wanted* ones."""
+    return [
+        command for container in _unserved_sets(table.family)
+        for command in table.change_elements(container, held[container.name], wanted[container.name])
+    ]
 
 
 def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:

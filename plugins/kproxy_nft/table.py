@@ -1,16 +1,19 @@
 """A table of its own that counts connections, for modes whose rules cannot."""
 
+import errno
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from kproxy_core.backend.api import Connections, Leftovers, Scope, Update
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_objects, nf_tables
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink.messages import text_attribute
+from kproxy_core.host.nftables.connection import Connection
+from kproxy_core.host.nftables.lookup import table_exists
+from kproxy_core.host.nftables.objects import Table, completion
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -21,14 +24,12 @@ log = logging.getLogger("kproxy.nft")
 
 _GETSETELEM = nf_tables.KIND | 13
 _SET_NAME = 2
-_TABLES = {False: "kproxy-counts", True: "kproxy-ipvs-counts"}
-"""The table, by whether it counts with IPVS."""
 
 
 class Counting:
     """Counts connections for one mode, in a table for each IP family.
 
-    Without nft, which is logged once, none are counted.
+    In a kernel that refuses the table, which is logged once, none are counted.
     """
 
     def __init__(self, *, ipvs: bool = False, own: programs.OwnProcesses | None = None) -> None:
@@ -46,9 +47,9 @@ class Counting:
         Rejections of a frontend are counted if it has endpoints neither before nor after the sync: none is
         counted as rejected and as forwarded.
         """
-        table = f"{update.family.ip} {_TABLES[self._ipvs]}"
+        family = update.family
         resync = update.scope is Scope.RESYNC
-        unserved = self._unserved.setdefault(update.family, {})
+        unserved = self._unserved.setdefault(family, {})
         before = {
             key: unserved[key] for key in (list(unserved) if resync else update.changed) if key in unserved}
         after = {
@@ -58,19 +59,19 @@ class Counting:
         }
         old, new = (frozenset[Frontend]().union(*of.values()) for of in (before, after))
         with self._failures_logged():
-            if not resync:
-                self._send(counting.change_unserved("delete", table, old - new))
-            elif unserved:
-                self._send(self._creation(update.family) + counting.replace_unserved(table, old & new))
-            else:  # An earlier process knew which frontends its rules reject.
-                self._send(self._creation(update.family))
+            if resync:
+                self._complete(family)
+                if unserved:  # An earlier process knew which frontends its rules reject.
+                    self._replace(family, old & new)
+            else:
+                self._change(family, deletes=old - new)
         unserved.update({key: frontends & new for key, frontends in before.items()})
         yield
         with self._failures_logged():
             if resync:
-                self._send(counting.replace_unserved(table, new))
+                self._replace(family, new)
             else:
-                self._send(counting.change_unserved("add", table, new - old))
+                self._change(family, adds=new - old)
         for key in before:
             del unserved[key]
         unserved.update(after)
@@ -78,30 +79,55 @@ class Counting:
     def read(self, family: Family) -> list[Connections]:
         """Return the counts of *family*; none without the table. Raises HostError."""
         found: list[Connections] = []
+        table = counting.counting_table(family, ipvs=self._ipvs)
         try:
-            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            with Connection.to(f"read table {table.where}") as connection:
                 for name in (counting.CONNECTIONS, counting.REJECTED):
                     container = nf_tables.payload(
-                        family, text_attribute(nf_tables.TABLE_NAME, _TABLES[self._ipvs]),
+                        family, text_attribute(nf_tables.TABLE_NAME, table.name),
                         text_attribute(_SET_NAME, name))
-                    counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
+                    counted = connection.socket.dump(
+                        _GETSETELEM, container, partial(complete, parse_counters))
                     found += counting.connections(family, counted.items())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise HostError(f"cannot read table {family.ip} {_TABLES[self._ipvs]}", error) from error
+        except HostError as error:
+            if error.errno == errno.ENOENT:
+                return []
+            raise
         return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
 
-    def _creation(self, family: Family) -> str:
-        """Return the commands that create or complete the table, and keep its counts. Raises HostError."""
-        tables = [_TABLES[self._ipvs]]
-        if self._ipvs and nf_objects.table_exists(family, _TABLES[False]):
-            tables.append(_TABLES[False])  # It counts until the switch to IPVS is complete.
-        return "".join(counting.counting_table(family, table, ipvs=self._ipvs) for table in tables)
+    def _complete(self, family: Family) -> None:
+        """Create or complete the table, and keep its counts. Raises HostError."""
+        tables = [counting.counting_table(family, ipvs=self._ipvs)]
+        if self._ipvs and table_exists(family, (other := counting.counting_table(family, ipvs=False)).name):
+            tables.append(other)  # It counts until the switch to IPVS is complete.
+        layout = counting.counting_layout(family, ipvs=self._ipvs)
+        with self._writing(family) as connection:
+            connection.run([
+                command for table in tables
+                for command in completion(table, layout, {}, connection.read(family, table.name))
+            ])  # fmt: skip
 
-    def _send(self, commands: str) -> None:
-        if commands:
-            programs.output("nft", "-f", "-", stdin=commands, own=self._own)
+    def _replace(self, family: Family, unserved: Iterable[Frontend]) -> None:
+        """Make *unserved* the frontends without endpoints. Raises HostError."""
+        table = counting.counting_table(family, ipvs=self._ipvs)
+        with self._writing(family) as connection:
+            held = {
+                name: connection.elements(family, table.name, name) for name in counting.UNSERVED_SETS}
+            connection.run(counting.change_unserved(table, held, counting.unserved_elements(unserved)))
+
+    def _change(
+        self, family: Family, deletes: Iterable[Frontend] = (), adds: Iterable[Frontend] = ()
+    ) -> None:
+        """Change the frontends without endpoints. Raises HostError."""
+        table = counting.counting_table(family, ipvs=self._ipvs)
+        old, new = counting.unserved_elements(deletes), counting.unserved_elements(adds)
+        if commands := counting.change_unserved(table, old, new):
+            with self._writing(family) as connection:
+                connection.run(commands)
+
+    def _writing(self, family: Family) -> AbstractContextManager[Connection]:
+        table = counting.counting_table(family, ipvs=self._ipvs)
+        return Connection.to(f"change table {table.where}", self._own)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -119,17 +145,17 @@ def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftover
     errors: list[str] = []
     for family in Family:
         try:
-            removed += delete_table(family, _TABLES[ipvs], dry_run=dry_run)
+            removed += delete_table(counting.counting_table(family, ipvs=ipvs), dry_run=dry_run)
         except HostError as error:
             errors.append(f"{mode}: {error}")
     return Leftovers(mode, tuple(removed), tuple(errors))
 
 
-def delete_table(family: Family, name: str, *, dry_run: bool) -> list[str]:
-    """Delete a table, and return its name; nothing if it does not exist. Raises HostError."""
-    if not nf_objects.table_exists(family, name):
+def delete_table(table: Table, *, dry_run: bool) -> list[str]:
+    """Delete *table*, and return its name; nothing if it does not exist. Raises HostError."""
+    if not table_exists(table.family, table.name):
         return []
-    table = f"table {family.ip} {name}"
     if not dry_run:
-        programs.output("nft", "-f", "-", stdin=f"delete {table}\n")
-    return [table]
+        with Connection.to(f"delete table {table.where}") as connection:
+            connection.run([table.delete()])
+    return [f"table {table.where}"]

@@ -40,7 +40,7 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Choose between iptables and nft for each family. Raises Unsupported or SyncFailed."""
+        """Choose between iptables and netlink for each family. Raises Unsupported or SyncFailed."""
         for family in self._served:
             self._state_of(family)
         return True

@@ -1,14 +1,18 @@
-"""Portals encoded as text: iptables-restore input with kube-proxy's chains, or nft commands. Pure."""
+"""Portals encoded: input for iptables-restore with kube-proxy's chains, or commands of nf_tables. Pure."""
 
+import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER, TABLE
-from kproxy_userspace.skeleton import NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
+from kproxy_core.host.nftables.objects import Command, Element, HeldTable, completion, element_text
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
+from kproxy_userspace.skeleton import NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_layout, nft_maps, nft_table
 from kproxy_userspace.wanted import Portal, Redirect
 from kproxy_xtables.rules import TO_THIS_NODE, Jump
 
 _LONGEST_COMMENT = 255
+_PROTOCOL_AND_PORT = struct.Struct(">B3xH2x")
+_PORT = struct.Struct(">H")
 
 
 def iptables_rules(redirect: Redirect) -> Iterator[tuple[str, str]]:
@@ -70,32 +74,72 @@ def _text(lines: Iterable[tuple[str, str]]) -> str:
     return "".join(f"*{table}\n{''.join(found)}COMMIT\n" for table, found in of_table.items() if found)
 
 
-def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
-    ip = family.ip
-    text = ""
-    for action, redirects in (("delete", deletes), ("add", adds)):
-        elements: dict[str, dict[str, str]] = {}
-        for portal, port, _ in redirects:
-            container, key = nft_key(portal)
-            elements.setdefault(container, {})[key] = f"{key} : {port}"
-        for container, found in elements.items():
-            text += f"{action} element {ip} {TABLE} {container} {{ {', '.join(found.values())} }}\n"
-    return text
+Elements = dict[str, frozenset[Element]]
+"""Elements by map."""
 
 
-def nft_empty(family: Family) -> str:
-    return "".join(f"flush map {family.ip} {TABLE} {name}\n" for name in NFT_MAPS)
+def nft_elements(redirects: Iterable[Redirect]) -> Elements:
+    """Return the elements of the maps for *redirects*."""
+    found: dict[str, list[Element]] = {name: [] for name in (VIPS, RANGED_VIPS, NODE_PORTS)}
+    for redirect in redirects:
+        name, element = nft_element(redirect)
+        found[name].append(element)
+    return {name: frozenset(elements) for name, elements in found.items()}
 
 
-def nft_rewrite(family: Family, redirects: Iterable[Redirect], at: Address | None) -> str:
-    """Return commands that replace the table by one with exactly *redirects*."""
-    return nft_skeleton(family, at) + nft_change(family, (), redirects)
-
-
-def nft_key(portal: Portal) -> tuple[str, str]:
-    """Return the map of a portal's element, and its key as nft prints it."""
-    last = f"{Protocol(portal.protocol).name.lower()} . {portal.port}"
+def nft_element(redirect: Redirect) -> tuple[str, Element]:
+    """Return the map and the element of one portal."""
+    portal, port, _ = redirect
+    value = _PORT.pack(port)
+    last = _PROTOCOL_AND_PORT.pack(portal.protocol, portal.port)
     if portal.address is None:
-        return NODE_PORTS, last
-    last = f"{format_address(portal.address)} . {last}"
-    return (VIPS, last) if portal.source is None else (RANGED_VIPS, f"{portal.source.listed} . {last}")
+        return NODE_PORTS, Element(last, value)
+    last = portal.address + last
+    if portal.source is None:
+        return VIPS, Element(last, value)
+    network, prefix = portal.source
+    size = len(network) * 8
+    highest = int.from_bytes(network, "big") | (1 << size - prefix) - 1
+    return RANGED_VIPS, Element(network + last, value, highest.to_bytes(len(network), "big") + last)
+
+
+def parse_nft_element(name: str, element: Element) -> Redirect:
+    """Return the portal of an element of the map *name*; its owner is not known."""
+    addresses = element.key[:-_PROTOCOL_AND_PORT.size]
+    protocol, port = _PROTOCOL_AND_PORT.unpack_from(element.key, len(addresses))
+    address, source = addresses, None
+    if name == RANGED_VIPS:
+        size = len(addresses) // 2
+        network, address = addresses[:size], addresses[size:]
+        differing = int.from_bytes(network, "big") ^ int.from_bytes(element.last[:size], "big")
+        source = Cidr(Address(network), size * 8 - differing.bit_length())
+    portal = Portal(Protocol(protocol), Address(address) if address else None, port, "", source=source)
+    return Redirect(portal, *_PORT.unpack(element.value))
+
+
+def nft_element_text(redirect: Redirect, family: Family) -> str:
+    name, element = nft_element(redirect)
+    (container,) = (each for each in nft_maps(family) if each.name == name)
+    return element_text(container, element)
+
+
+def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> list[Command]:
+    """Return the commands that delete portals and add others."""
+    old, new = nft_elements(deletes), nft_elements(adds)
+    table = nft_table(family)
+    return [
+        command for container in nft_maps(family)
+        for command in table.change_elements(container, old[container.name], new[container.name])
+    ]
+
+
+def nft_empty(family: Family) -> list[Command]:
+    """Return the commands that delete all portals."""
+    return [nft_table(family).empty(container) for container in nft_maps(family)]
+
+
+def nft_completion(
+    family: Family, redirects: Iterable[Redirect], at: Address | None, held: HeldTable | None = None
+) -> list[Command]:
+    """Return the commands after which the table, now *held*, has exactly *redirects*."""
+    return completion(nft_table(family), nft_layout(family, at), nft_elements(redirects), held)

@@ -1,6 +1,24 @@
 """Constant rules: the jumps to our chains, the rule without effect, and the nftables table. Pure."""
 
-from kproxy_core.model.address import Address, Family, format_socket
+from kproxy_core.host.nftables.objects import Chain, Container, Layout, Object, Place, Table
+from kproxy_core.host.nftables.rules import (
+    ADDRESS,
+    DESTINATION_PORT,
+    L4_PROTOCOL,
+    PORT,
+    PROTOCOL,
+    Key,
+    Rule,
+    Statement,
+    destination_address,
+    dnat_to_port,
+    equals,
+    is_local,
+    jump,
+    redirect_to_port,
+    source_address,
+)
+from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_xtables.rules import TO_THIS_NODE, Jump
@@ -22,47 +40,47 @@ PIN = '-m comment --comment "kproxy: established connections stay translated" -m
 When the last such rule of a family is deleted, the kernel stops translating established connections.
 """
 
-NFT_MAPS = VIPS, RANGED_VIPS, NODE_PORTS = "vips", "ranged-vips", "node-ports"
+VIPS, RANGED_VIPS, NODE_PORTS = "vips", "ranged-vips", "node-ports"
+_PORTALS = "portals"
 
 
-def nft_target(at: Address | None) -> str:
-    """Return the statement that redirects to relays *at* an address, None: at every one, without the port."""
-    return "redirect to :" if at is None else f"dnat to {format_socket(at, 0).removesuffix('0')}"
+def nft_table(family: Family) -> Table:
+    return Table(family, TABLE, "VIPs and node ports lead to the relays of kproxy")
 
 
-def nft_skeleton(family: Family, at: Address | None = None) -> str:
-    """Return commands that replace the table by an empty one, for relays *at* an address or everywhere."""
-    ip = family.ip
-    protocol = "meta l4proto { tcp, udp }"
-    to = nft_target(at)
-    address = "ipv4_addr" if family is Family.IPV4 else "ipv6_addr"
-    return f"""\
-add table {ip} {TABLE}
-delete table {ip} {TABLE}
-table {ip} {TABLE} {{
-    comment "VIPs and node ports lead to the relays of kproxy"
-    map {VIPS} {{
-        type {address} . inet_proto . inet_service : inet_service
-    }}
-    map {RANGED_VIPS} {{
-        type {address} . {address} . inet_proto . inet_service : inet_service
-        flags interval
-    }}
-    map {NODE_PORTS} {{
-        type inet_proto . inet_service : inet_service
-    }}
-    chain portals {{
-        {protocol} {to}{ip} daddr . meta l4proto . th dport map @{VIPS}
-        {protocol} {to}{ip} saddr . {ip} daddr . meta l4proto . th dport map @{RANGED_VIPS}
-        fib daddr type local {protocol} {to}meta l4proto . th dport map @{NODE_PORTS}
-    }}
-    chain nat-prerouting {{
-        type nat hook prerouting priority dstnat
-        jump portals
-    }}
-    chain nat-output {{
-        type nat hook output priority -100
-        jump portals
-    }}
-}}
-"""
+def nft_maps(family: Family) -> tuple[Container, Container, Container]:
+    """Return the maps from portals to ports of relays."""
+    port = (PROTOCOL, PORT)
+    address = ADDRESS[family]
+    return (
+        Container(VIPS, (address, *port), (PORT,)),
+        Container(RANGED_VIPS, (address, address, *port), (PORT,), interval=True),
+        Container(NODE_PORTS, port, (PORT,)),
+    )
+
+
+def nft_layout(family: Family, at: Address | None = None) -> Layout:
+    """Return the objects of the table, for relays *at* an address or everywhere."""
+    daddr = destination_address(family)
+    port = (L4_PROTOCOL, DESTINATION_PORT)
+    portals: list[Rule] = []
+    for before, key, container in (
+        ((), (daddr, *port), VIPS),
+        ((), (source_address(family), daddr, *port), RANGED_VIPS),
+        ((is_local("daddr"),), port, NODE_PORTS),
+    ):
+        portals += [
+            (*before, equals(L4_PROTOCOL, protocol), _to_relay(at, key, container))
+            for protocol in (Protocol.TCP, Protocol.UDP)
+        ]
+    to_portals: Rule = (jump(_PORTALS),)
+    objects: list[Object] = [
+        *nft_maps(family), Chain(_PORTALS, tuple(portals)),
+        *(Chain(f"nat-{hook}", (to_portals,), Place("nat", hook, -100)) for hook in ("prerouting", "output")),
+    ]
+    return {item.name: item for item in objects}
+
+
+def _to_relay(at: Address | None, key: Key, container: str) -> Statement:
+    """Translate the destination to the relay that *container* has for *key*."""
+    return redirect_to_port(key, container) if at is None else dnat_to_port(at, key, container)

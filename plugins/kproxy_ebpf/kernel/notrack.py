@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host import programs
 from kproxy_core.host.attempts import problem_of
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_objects, nf_tables
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, Span, text_attribute
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.commits import generation
+from kproxy_core.host.nftables.connection import Connection
+from kproxy_core.host.nftables.objects import Command, commands_text, completion
 from kproxy_core.model.address import Family
 from kproxy_ebpf.names import NOTRACK_TABLE
-from kproxy_ebpf.skeleton import notrack_rules
+from kproxy_ebpf.skeleton import notrack_layout, notrack_table
 from kproxy_nft.table import delete_table
 
 
@@ -23,44 +21,54 @@ class NotrackTables:
     def __init__(self, families: Sequence[Family], mark: int) -> None:
         self._families = families
         self._mark = mark
-        self._written: list[bytes] = []
-        """Tables and rules with their handles, as the kernel had them after the last `write`."""
+        self._intact_since: int | None = None
+        """Number of the last commit to nf_tables before the tables were found intact."""
 
     def write(self) -> None:
-        """Create or replace the tables, or delete those of an earlier process.
-
-        Raises SyncFailed, OSError.
-        """
+        """Bring the tables to the rules, or delete those of an earlier process. Raises SyncFailed."""
         if not self._mark:
             delete_tables()
             return
-        rules = "".join(notrack_rules(family, self._mark) for family in self._families)
-        with _reporting():
-            programs.output("nft", "-f", "-", stdin=rules)
-        self._written = self._present()
+        with _reporting(), Connection.to(f"write table {NOTRACK_TABLE}") as connection:
+            connection.run(self._missing(connection))
 
     def problem(self) -> str:
-        """Return the damage since `write`; "" if there is none."""
+        """Return what is wrong with the tables; "" if they are as `write` leaves them."""
+        if not self._mark:
+            return ""
         try:
-            is_intact = self._present() == self._written
-        except OSError as error:
-            return f"table {NOTRACK_TABLE} cannot be read: {error.strerror}"
+            with Connection.to(f"read table {NOTRACK_TABLE}") as connection:
+                commit = generation(connection.socket)
+                if commit == self._intact_since:
+                    return ""
+                is_intact = not self._missing(connection)
+        except HostError as error:
+            return str(error)
+        self._intact_since = commit if is_intact else None
         return "" if is_intact else f"table {NOTRACK_TABLE} was changed or deleted"
 
-    def _present(self) -> list[bytes]:
-        """Return the tables and rules as the kernel lists them. Raises OSError."""
-        found: list[Span] = []
-        for family in self._families if self._mark else ():
-            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-                found += sock.request(nf_tables.GETTABLE, 0, _table(family))
-                found += sock.dump(nf_tables.GETRULE, _table(family), list)
-        return [data[start + NFGENMSG.size : end] for data, start, end in found]
+    def _missing(self, connection: Connection) -> list[Command]:
+        return [
+            command for family in self._families for command in _missing(connection, family, self._mark)]
+
+
+def _missing(connection: Connection, family: Family, mark: int) -> list[Command]:
+    """Return the commands that bring the table of *family* to the rules for *mark*. Raises OSError."""
+    held = connection.read(family, NOTRACK_TABLE)
+    return completion(notrack_table(family), notrack_layout(mark), {}, held)
 
 
 def refusal(families: Sequence[Family]) -> str:
-    """Return why the kernel or nft refuses the rules; "" if they would work. Changes nothing."""
-    rules = "".join(notrack_rules(family, 1) for family in families)
-    return problem_of(partial(programs.output, "nft", "--check", "-f", "-", stdin=rules))
+    """Return why the kernel refuses the rules; "" if they would work. Changes nothing."""
+    return problem_of(lambda: _check(families))
+
+
+def _check(families: Sequence[Family]) -> None:
+    """Have the kernel check the rules. Raises HostError."""
+    objects = notrack_layout(1).values()
+    with Connection.to(f"check table {NOTRACK_TABLE}") as connection:
+        connection.check([
+            command for family in families for command in notrack_table(family).replace(objects)])
 
 
 def planned_commands(family: Family, mark: int) -> str:
@@ -68,26 +76,18 @@ def planned_commands(family: Family, mark: int) -> str:
 
     Raises SyncFailed.
     """
-    table = f"{family.ip} {NOTRACK_TABLE}"
-    with _reporting():
-        if not nf_objects.table_exists(family, NOTRACK_TABLE):
-            return notrack_rules(family, mark) if mark else ""
-        if not mark:
-            return f"delete table {table}\n"
-        held = programs.output("nft", "list", "table", *table.split())
-    wanted = notrack_rules(family, mark)
-    rule = f" mark {mark:#010x} notrack\n"  # nft prints the rest of a rule in other words.
-    return "" if held.count(rule) == wanted.count(rule) else wanted
+    with _reporting(), Connection.to(f"read table {NOTRACK_TABLE}") as connection:
+        if mark:
+            return commands_text(_missing(connection, family, mark))
+        held = connection.read(family, NOTRACK_TABLE)
+    return "" if held is None else commands_text([notrack_table(family).delete()])
 
 
 def delete_tables(*, dry_run: bool = False) -> list[str]:
     """Delete the tables of both families, and return their names. Raises SyncFailed."""
     with _reporting():
-        return [table for family in Family for table in delete_table(family, NOTRACK_TABLE, dry_run=dry_run)]
-
-
-def _table(family: Family) -> bytes:
-    return nf_tables.payload(family, text_attribute(nf_tables.TABLE_NAME, NOTRACK_TABLE))
+        return [
+            table for family in Family for table in delete_table(notrack_table(family), dry_run=dry_run)]
 
 
 @contextmanager

@@ -5,22 +5,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
-from kproxy_core.host import programs
-from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, Relay
-from kproxy_userspace.batch import iptables_rules
+from kproxy_userspace.batch import iptables_rules, nft_element_text
 from kproxy_userspace.kernel.bridges import bridged_sources
-from kproxy_userspace.kernel.portals import find_tables, may_have_portals, parse_elements
+from kproxy_userspace.kernel.portals import NftPortals, find_tables, may_have_portals
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
-from kproxy_xtables.semantics import Flight, network
+from kproxy_xtables.semantics import Flight
 from kproxy_xtables.walk import Ruleset, Walk
 
 Relays = Mapping[LocalPort, Relay]
@@ -56,12 +54,11 @@ def frontends(family: Family) -> list[Frontend]:
     portals = _Portals(family)
     rules = [rule for (_, chain), rules in portals.rules.items() if chain in PORTAL_CHAINS for rule in rules]
     found = [match.groups() for rule in rules if (match := _DIALLED.match(rule))]
-    for key in portals.elements:
-        *addresses, protocol, port = key.split(" . ")
-        found.append((addresses[-1] if addresses else None, protocol, port))
-    return list(dict.fromkeys(
-        Frontend(parse_address(address) if address else None, Protocol[protocol.upper()], int(port))
-        for address, protocol, port in found))
+    return list(dict.fromkeys([
+        *(Frontend(parse_address(address) if address else None, Protocol[protocol.upper()], int(port))
+          for address, protocol, port in found),
+        *portals.redirects,
+    ]))  # fmt: skip
 
 
 def _as_is(
@@ -118,20 +115,20 @@ def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> K
 
 
 class _Portals:
-    """The portals of one family in the kernel: iptables rules, or the elements of nft maps."""
+    """The portals of one family in the kernel: iptables rules, or the elements of nftables maps."""
 
     def __init__(self, family: Family) -> None:
         """Raises HostError."""
         self.rules: dict[ChainKey, list[str]] = {}
         self.bridged: frozenset[Address] = frozenset()
         """Senders whose packets are on a bridge's port when they meet *rules*."""
-        self.elements: dict[str, int] = {}
+        self.redirects: dict[Frontend, list[Redirect]] = {}
         tables = find_tables(family)
         if tables is not None and may_have_portals(tables):
             self.rules = tables.chains("nat")
             return
-        if table_exists(family, TABLE):
-            self.elements = parse_elements(programs.output("nft", "list", "table", family.ip, TABLE))
+        for redirect in NftPortals(family, None).held():
+            self.redirects.setdefault(redirect.portal.frontend, []).append(redirect)
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
@@ -140,17 +137,15 @@ class _Portals:
             walk = Walk(Ruleset(self.rules), question.node, bridged=self.bridged)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
-        last = f"{packet.protocol.name.lower()} . {packet.port}"
-        dialled = f"{format_address(packet.destination)} . {last}"
-        # Elements for a network of sources begin with that.
-        keys = [dialled, *(key for key in self.elements if (parts := key.partition(" . "))[2] == dialled
-                           and packet.source in network(parts[0]))]
-        if Walk(Ruleset({}), question.node).is_local(packet.destination):
-            keys.append(last)
-        for key in keys:
-            if key in self.elements:
-                port = self.elements[key]
-                return port, [KernelObject(f"table {TABLE}", f"{key} : {port}")]
+        address, protocol, port = packet.destination, packet.protocol, packet.port
+        dialled = self.redirects.get(Frontend(address, protocol, port), [])
+        if Walk(Ruleset({}), question.node).is_local(address):
+            dialled = [*dialled, *self.redirects.get(Frontend(None, protocol, port), [])]
+        for redirect in dialled:
+            source = redirect.portal.source
+            if source is None or packet.source in source:
+                text = nft_element_text(redirect, question.node.family)
+                return redirect.port, [KernelObject(f"table {TABLE}", text)]
         return 0, []
 
 

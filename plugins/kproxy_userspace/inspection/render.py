@@ -1,7 +1,8 @@
 """Serves the hooks `kproxy_render` and `kproxy_check_text`: all portals of one family, for people to read."""
 
 from kproxy_core.backend.api import Update
-from kproxy_userspace.batch import iptables_rewrite, nft_rewrite
+from kproxy_core.host.nftables.objects import commands_text
+from kproxy_userspace.batch import iptables_rewrite, nft_completion
 from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
@@ -23,7 +24,7 @@ def render_text(update: Update, settings: Settings) -> str:
         for portal in relay.portals
     ]
     if find_tables(update.family) is None:
-        return nft_rewrite(update.family, redirects, at)
+        return commands_text(nft_completion(update.family, redirects, at))
     return iptables_rewrite(redirects, JUMPS)
 
 

@@ -1,22 +1,22 @@
-"""Portals in the kernel, written by iptables, or by nft on a machine without iptables."""
+"""Portals in the kernel, written by iptables, or over netlink on a machine without iptables."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.nf_objects import table_exists
-from kproxy_core.host.programs import OwnProcesses, ProgramFailed
+from kproxy_core.host.nftables.connection import ABSENT, Connection
+from kproxy_core.host.nftables.objects import HeldTable, completion
+from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, TABLE
 from kproxy_userspace.questions.removal import plan_cleanup
-from kproxy_userspace.skeleton import JUMPS, nft_skeleton, nft_target
+from kproxy_userspace.skeleton import JUMPS, nft_layout, nft_maps, nft_table
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
-from kproxy_xtables.over_netlink import dormant_tables
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable
@@ -24,8 +24,6 @@ from kproxy_xtables.variant import NoVariant, find_variant
 
 _WITH_JUMPS = {(jump.table, jump.chain) for jump in JUMPS}
 _COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
-_NFT_RULES = 5
-_ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
 
 
 class Portals:
@@ -111,52 +109,62 @@ def _meaning(rule: str) -> frozenset[str]:
 
 
 class NftPortals(Portals):
-    """The maps of our nftables table, written by nft."""
+    """The maps of our nftables table, written over netlink."""
 
     def __init__(self, family: Family, at: Address | None, own: OwnProcesses | None = None) -> None:
-        """*at* is the relays' address; None: every local address. Processes are remembered in *own*."""
+        """*at* is the relays' address; None: every local address. Sockets are remembered in *own*."""
         self._own = own
         self._family = family
         self._at = at
-        self._table = (family.ip, TABLE)
+        self._table = nft_table(family)
+
+    def check(self) -> None:
+        """Have the kernel check the rules, without writing them. Raises HostError."""
+        objects = nft_layout(self._family, self._at).values()
+        with self._connected("check") as connection:
+            connection.check(list(self._table.replace(objects)))
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        self._write(batch.nft_rewrite(self._family, redirects, self._at))
+        with self._connected("write") as connection:
+            held = self._held(connection)
+            connection.run(batch.nft_completion(self._family, redirects, self._at, held))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        self._write(batch.nft_change(self._family, deletes, adds))
-
-    def _write(self, text: str) -> None:
-        programs.output("nft", "-f", "-", stdin=text, own=self._own)
+        with self._connected("change") as connection:
+            connection.run(batch.nft_change(self._family, deletes, adds))
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
-        listed = programs.run("nft", "list", "table", *self._table).stdout
-        rules = listed.count(nft_target(self._at)) + listed.count("jump portals")
-        wanted = {(batch.nft_key(portal)[1], port) for portal, port, _ in redirects}
-        differing = wanted.symmetric_difference(parse_elements(listed).items())
-        return len(differing) + abs(_NFT_RULES - rules) + len(dormant_tables(self._family, [TABLE]))
+        with self._connected("read") as connection:
+            held = self._held(connection)
+        rules = completion(self._table, nft_layout(self._family, self._at), {}, held)
+        elements = {} if held is None else held.elements
+        return len(rules) + sum(
+            len(wanted ^ elements.get(name, frozenset()))
+            for name, wanted in batch.nft_elements(redirects).items())
 
     def withdraw(self) -> list[str]:
-        return self._deleted("portals in table", "-f", "-", stdin=batch.nft_empty(self._family))
+        try:
+            with self._connected("empty") as connection:
+                connection.run(batch.nft_empty(self._family))
+        except HostError as error:
+            if error.errno in ABSENT:
+                return []
+            raise
+        return [f"portals in table {self._table.where}"]
 
-    def remove(self, *, dry_run: bool) -> list[str]:
-        """Delete the table. Return a line about it if it existed. Raises HostError."""
-        if not table_exists(self._family, TABLE):
-            return []
-        return self._deleted("table", *["--check"] * dry_run, "delete", "table", *self._table)
+    def held(self) -> list[Redirect]:
+        """Return the portals in the kernel, whose owners are not known. Raises HostError."""
+        with self._connected("read") as connection:
+            return [
+                batch.parse_nft_element(container.name, element) for container in nft_maps(self._family)
+                for element in connection.elements(self._family, TABLE, container.name)
+            ]  # fmt: skip
 
-    def _deleted(self, what: str, *arguments: str, stdin: str = "") -> list[str]:
-        done = programs.run("nft", *arguments, stdin=stdin, own=self._own)
-        if "No such file or directory" in done.stderr:
-            return []
-        if done.returncode:
-            raise ProgramFailed(programs.failure(done))
-        return [f"{what} {' '.join(self._table)}"]
+    def _held(self, connection: Connection) -> HeldTable | None:
+        return connection.read(self._family, TABLE, [each.name for each in nft_maps(self._family)])
 
-
-def parse_elements(listed: str) -> dict[str, int]:
-    """Return the ports of relays by the keys of portals, from the table as nft lists it."""
-    return {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
+    def _connected(self, what: str) -> AbstractContextManager[Connection]:
+        return Connection.to(f"{what} table {self._table.where}", self._own)
 
 
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:
@@ -171,25 +179,25 @@ def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | Non
 
 
 def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = None) -> Portals:
-    """Return the portals to relays *at* an address, None: at every one, for a program that works here.
+    """Return the portals to relays *at* an address, None: at every one, by iptables or without a program.
 
     Its processes are remembered in *own*. Raises Unsupported if none works, SyncFailed if that is unknown,
     mostly because another program holds the xtables lock.
     """
+    problems = []
     try:
         tables = find_tables(family, own)
         if tables is not None:
             tables.check()
             return IptablesPortals(tables)
-        if not programs.find("nft"):
-            raise Unsupported("neither iptables nor nft is installed; userspace.listen needs neither")
     except Unusable as error:
-        if not programs.find("nft"):
-            raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
+        problems.append(str(error))
     except HostError as error:
         raise SyncFailed(str(error)) from error
+    portals = NftPortals(family, at, own)
     try:
-        programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))
-    except ProgramFailed as error:
-        raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
-    return NftPortals(family, at, own)
+        portals.check()
+    except HostError as error:
+        because = "; ".join([*problems, str(error)])
+        raise Unsupported(f"{family.label} cannot be redirected: {because}", family) from error
+    return portals

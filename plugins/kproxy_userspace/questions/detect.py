@@ -5,12 +5,11 @@ from functools import partial
 from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, problem_of
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
+from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.settings import read_settings
-from kproxy_userspace.skeleton import nft_skeleton
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
@@ -29,7 +28,7 @@ _NFT_MODULES = ("nf_tables", "nft_chain_nat", "nft_redir", "nft_fib", "nft_fib_i
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Try to redirect each family with iptables, or else with nft. Without portals nothing is needed.
+    """Try to redirect each family with iptables, or else over netlink. Without portals nothing is needed.
 
     Without a *trial*, most findings are concluded from kernel modules. Raises InvalidOption.
     """
@@ -48,17 +47,15 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
             by_iptables += requirements.try_rules(Tables(family, variant), attempts, _FEATURES)
     if all(finding.met for finding in by_iptables):
         found += by_iptables
-    elif programs.find("nft"):
-        found += [_by_nft(family, attempts) for family in settings.families]
     else:
-        found += map(_rootless, by_iptables)
+        found += [_without_iptables(family, attempts) for family in settings.families]
     return Detection(_MODE, tuple(found))
 
 
-def _by_nft(family: Family, attempts: Attempts) -> Requirement:
-    create = partial(programs.output, "nft", "-f", "-", stdin=nft_skeleton(family))
+def _without_iptables(family: Family, attempts: Attempts) -> Requirement:
+    check = NftPortals(family, None).check
     return _rootless(attempts.attempt(
-        f"{family.label}: redirection by nft", _NFT_MODULES, partial(problem_of, create),
+        f"{family.label}: redirection by nf_tables", _NFT_MODULES, partial(problem_of, check),
         "install iptables, or use a kernel with nf_tables and its NAT",
     ))  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Failure, Update
-from kproxy_core.host.netlink.nf_objects import table_exists
+from kproxy_core.host.nftables.lookup import table_exists
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend

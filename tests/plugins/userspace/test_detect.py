@@ -1,12 +1,16 @@
 """Requirements of the mode on this machine."""
 
+import errno
+import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.host import programs, trial
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_userspace.backend import UserspaceBackend
@@ -21,7 +25,7 @@ def tried(settings: BackendSettings = BOTH) -> Detection:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Hide programs whose names begin with one of *names*."""
+    """Hide programs whose names begin with one of *names*; ``""``: all."""
     real = programs.find
     monkeypatch.setattr(programs, "find", lambda name: None if name.startswith(names) else real(name))
 
@@ -32,12 +36,12 @@ def test_redirection_is_tried_with_iptables(netns: None) -> None:
     assert {"IPv4: REDIRECT", "IPv6: physdev match"} <= {r.what for r in found.requirements if not r.guessed}
 
 
-def test_without_iptables_it_is_tried_with_nft(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "iptables")
+def test_without_iptables_it_is_tried_over_netlink(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "")
     found = tried()
     assert found.usable, found.because
     names = [requirement.what for requirement in found.requirements]
-    assert names[1:] == ["IPv4: redirection by nft", "IPv6: redirection by nft"]
+    assert names[1:] == ["IPv4: redirection by nf_tables", "IPv6: redirection by nf_tables"]
     listed = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True)
     assert listed.stdout == ""
 
@@ -53,10 +57,13 @@ def test_rendered_portals_are_checked_where_nft_writes_them(monkeypatch: pytest.
     assert (with_iptables, backend.kproxy_check_text(update)) == (None, "")
 
 
-def test_without_both_there_is_still_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "iptables", "nft")
+def test_without_iptables_and_nf_tables_there_is_still_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "")
+    absent = OSError(errno.EPROTONOSUPPORT, os.strerror(errno.EPROTONOSUPPORT))
+    monkeypatch.setattr(NetlinkSocket, "open", Mock(side_effect=absent))
     found = tried()
     assert found.refuted
+    assert "Protocol not supported" in found.because
     assert "or serve without portals: --userspace-listen ADDRESS" in found.because
 
 

@@ -11,15 +11,14 @@ from kproxy_core.backend.api import BackendSettings, KernelSide, Question
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
 from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything
 from kproxy_core.testing.conformance.subject import full
-from kproxy_userspace.batch import nft_rewrite
 from kproxy_userspace.inspection.explain import frontends
+from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.wanted import Portal, Redirect
 from tests.nft_releases.releases import BOOKWORM, TRIXIE
@@ -91,16 +90,12 @@ def test_the_endpoint_that_affinity_keeps_for_a_client_is_named(family: Family) 
     assert after[0].remembered in sticky.plan.cluster
 
 
-def test_portals_of_nft_that_cannot_be_read_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portals_are_read_where_nft_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     portal = Portal(Protocol.TCP, parse_address("10.96.0.10"), 80, "shop/web")
-    only_nft = {"nft": BOOKWORM.nft}
-    monkeypatch.setattr(programs, "find", only_nft.get)
+    monkeypatch.setattr(programs, "find", {"nft": BOOKWORM.nft}.get)
     with lonely_node():
         assert frontends(Family.IPV4) == []
-        written = BOOKWORM.run("-f", "-", stdin=nft_rewrite(Family.IPV4, [Redirect(portal, 40000)], None))
-        assert written.returncode == 0, written.stderr
-        assert TRIXIE.run("add table ip foreign; add set ip foreign s { type ifname; }").returncode == 0
-        assert frontends(Family.IPV4) == [Frontend(*portal.frontend)]
+        NftPortals(Family.IPV4, None).rewrite([Redirect(portal, 40000)])
         assert TRIXIE.run(f"add set ip {TABLE} s {{ type ifname; }}").returncode == 0
-        with pytest.raises(HostError, match="nft: ended by signal 11"):
-            frontends(Family.IPV4)
+        assert BOOKWORM.run("list table ip", TABLE).returncode < 0
+        assert frontends(Family.IPV4) == [Frontend(*portal.frontend)]

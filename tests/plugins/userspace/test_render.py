@@ -1,5 +1,6 @@
 """Relays and portals of plans, and their text."""
 
+from kproxy_core.host.nftables.objects import commands_text
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
@@ -56,11 +57,11 @@ def test_a_source_range_limits_the_load_balancer_ip() -> None:
     of = service(load_balancer_ips="203.0.113.1", source_ranges="198.51.100.0/24")
     assert "-d 203.0.113.1 -s 198.51.100.0/24 -j REDIRECT" in batch.iptables_change([], redirects(of))
     element = "198.51.100.0/24 . 203.0.113.1 . tcp . 80 : 40000"
-    assert element in batch.nft_change(Family.IPV4, [], redirects(of))
+    assert element in commands_text(batch.nft_change(Family.IPV4, [], redirects(of)))
 
 
 def test_nft_elements() -> None:
-    text = batch.nft_change(Family.IPV4, [], redirects(service("web", "80@30080")))
+    text = commands_text(batch.nft_change(Family.IPV4, [], redirects(service("web", "80@30080"))))
     assert text.splitlines() == [
         "add element ip kproxy-userspace vips { 10.96.0.1 . tcp . 80 : 40000 }",
         "add element ip kproxy-userspace node-ports { tcp . 30080 : 40000 }",
@@ -78,7 +79,8 @@ def test_relays_at_one_address_are_reached_by_dnat() -> None:
     at = parse_address("192.0.2.1")
     bound = [redirect._replace(at=at) for redirect in redirects(service("web", "80@30080"))]
     assert batch.iptables_change([], bound).count("-j DNAT --to-destination 192.0.2.1:40000") == 4
-    assert batch.nft_rewrite(Family.IPV4, bound, at).count("dnat to 192.0.2.1:") == 3
+    text = commands_text(batch.nft_completion(Family.IPV4, bound, at))
+    assert text.count("dnat to 192.0.2.1:") == 6
 
 
 def test_with_listen_there_are_relays_at_the_ports_themselves() -> None:

@@ -1,0 +1,187 @@
+"""Tables as kproxy writes them over netlink, compared with those that nft makes of the rendered text."""
+
+from collections.abc import Iterator, Mapping
+from itertools import filterfalse
+from typing import NamedTuple
+
+import pytest
+
+from kproxy_core.host.nftables.connection import Connection
+from kproxy_core.host.nftables.objects import (
+    Chain,
+    Command,
+    Container,
+    Element,
+    Layout,
+    Table,
+    commands_text,
+    completion,
+    constants,
+)
+from kproxy_core.host.nftables.rules import Expression
+from kproxy_core.host.tracing.table import Match, marking_chains
+from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_ebpf.skeleton import notrack_layout, notrack_table
+from kproxy_nft import counting
+from kproxy_userspace.batch import nft_elements
+from kproxy_userspace.skeleton import nft_layout, nft_table
+from kproxy_userspace.wanted import Portal, Redirect
+from tests.nft_releases.releases import BOOKWORM, RELEASES, TRIXIE, Release
+
+_LENGTH = 4
+"""NFTA_BYTEORDER_LEN"""
+ADDRESS = {Family.IPV4: parse_address("10.96.0.1"), Family.IPV6: parse_address("fd00:96::1")}
+
+
+class Case(NamedTuple):
+    """A table with all its objects."""
+
+    what: str
+    table: Table
+    layout: Layout
+    contents: Mapping[str, frozenset[Element]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.table.family.label}-{self.what}"
+
+    def commands(self) -> list[Command]:
+        return completion(self.table, self.layout, self.contents, None)
+
+
+def counting_cases(family: Family) -> Iterator[Case]:
+    unserved = counting.unserved_elements([
+        Frontend(ADDRESS[family], Protocol.TCP, 80), Frontend(ADDRESS[family], Protocol.SCTP, 65535),
+        Frontend(None, Protocol.UDP, 30080),
+    ])  # fmt: skip
+    for ipvs in (False, True):
+        yield Case(
+            f"counts{'-with-ipvs' * ipvs}", counting.counting_table(family, ipvs=ipvs),
+            counting.counting_layout(family, ipvs=ipvs), unserved)
+
+
+def portal_cases(family: Family) -> Iterator[Case]:
+    ranges = {
+        Family.IPV4: ("0.0.0.0/0", "10.0.0.0/8", "192.0.2.64/27", "192.0.2.7/32"),
+        Family.IPV6: ("::/0", "2001:db8::/32", "2001:db8:1::8/125", "2001:db8:2::7/128"),
+    }
+    address = ADDRESS[family]
+    portals = [
+        Portal(Protocol.TCP, address, 80, "default/web"), Portal(Protocol.UDP, address, 53, "default/dns"),
+        Portal(Protocol.UDP, None, 30053, "default/dns"),
+        *(Portal(Protocol.TCP, address, 1000 + number, "default/lb", source=parse_cidr(source))
+          for number, source in enumerate(ranges[family])),
+    ]  # fmt: skip
+    for at in (None, ADDRESS[family]):
+        redirects = [Redirect(portal, 40000 + number, at) for number, portal in enumerate(portals)]
+        yield Case(
+            f"portals-to-{'everywhere' if at is None else 'one-address'}", nft_table(family),
+            nft_layout(family, at), nft_elements(redirects))
+
+
+def notrack_cases(family: Family) -> Iterator[Case]:
+    yield Case("notrack", notrack_table(family), notrack_layout(1 << 12))
+
+
+def trace_cases(family: Family) -> Iterator[Case]:
+    matches = [
+        Match(family, ADDRESS[family], Protocol.TCP, 80, None),
+        Match(family, ADDRESS[family], Protocol.UDP, 53, ADDRESS[family]),
+        Match(family, None, Protocol.SCTP, 30080, None),
+    ]
+    yield Case("trace", Table(family, "traced"), {item.name: item for item in marking_chains(matches)})
+
+
+KINDS = (counting_cases, portal_cases, notrack_cases, trace_cases)
+CASES = [case for cases in KINDS for family in Family for case in cases(family)]
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_release = pytest.mark.parametrize("release", RELEASES, ids=str)
+
+
+def write(commands: list[Command]) -> None:
+    with Connection.open() as connection:
+        connection.run(commands)
+
+
+def missing(case: Case) -> list[Command]:
+    """Return the commands that bring the kernel to the table."""
+    with Connection.open() as connection:
+        held = connection.read(
+            case.table.family, case.table.name, [*case.contents, *constants(case.layout)])
+    if held is not None:
+        held = held._replace(rules={
+            chain: [
+                rule._replace(expressions=tuple(filterfalse(is_void, rule.expressions))) for rule in rules]
+            for chain, rules in held.rules.items()
+        })  # fmt: skip
+    return completion(case.table, case.layout, case.contents, held)
+
+
+def is_void(expression: Expression) -> bool:
+    """Return whether *expression* swaps the bytes of a single byte, as libnftables does in networks' keys."""
+    return expression.name == "byteorder" and expression.attributes[_LENGTH] == (1).to_bytes(4, "big")
+
+
+def nft(release: Release, *arguments: str, stdin: str = "") -> str:
+    done = release.run(*arguments, stdin=stdin)
+    assert done.returncode == 0, f"nft {' '.join(arguments)}: {done.returncode} {done.stderr}"
+    return done.stdout
+
+
+def listed(release: Release, case: Case) -> str:
+    return nft(release, "list", "table", *case.table.where.split())
+
+
+@by_release
+@by_case
+def test_messages_and_text_make_the_same_table(netns: None, case: Case, release: Release) -> None:
+    write(case.commands())
+    assert missing(case) == []
+    by_messages = listed(release, case)
+    write([case.table.delete()])
+    nft(release, "-f", "-", stdin=commands_text(case.commands()))
+    assert listed(release, case) == by_messages
+
+
+@by_case
+def test_a_table_written_by_nft_is_complete(netns: None, case: Case) -> None:
+    """Our choice of expressions is that of libnftables 1.0.6."""
+    nft(BOOKWORM, "-f", "-", stdin=commands_text(case.commands()))
+    assert [command.text for command in missing(case)] == []
+
+
+@by_case
+def test_a_table_of_a_newer_nft_is_replaced_by_one_that_an_older_nft_can_read(
+    netns: None, case: Case
+) -> None:
+    """nft 1.0.6 crashes on most sets of 1.1.3."""
+    nft(TRIXIE, "-f", "-", stdin=commands_text(case.commands()))
+    write(missing(case))
+    assert missing(case) == []
+    by_us = listed(BOOKWORM, case)
+    nft(BOOKWORM, "delete", "table", *case.table.where.split())
+    write(case.commands())
+    assert listed(BOOKWORM, case) == by_us
+
+
+@by_release
+@by_case
+def test_nft_lists_changes_and_deletes_the_table(netns: None, case: Case, release: Release) -> None:
+    where = case.table.where
+    write(case.commands())
+    assert nft(release, "list", "ruleset").startswith(f"table {where} {{\n")
+    changes = []
+    for item in case.layout.values():
+        if isinstance(item, Container):
+            changes.append(f"flush {'map' if item.value else 'set'} {where} {item.name}")
+        elif isinstance(item, Chain):
+            changes.append(f"insert rule {where} {item.name} counter")
+            changes.append(f"flush chain {where} {item.name}")
+    for change in changes:
+        nft(release, change)
+    assert missing(case) != []
+    write(missing(case))
+    assert missing(case) == []
+    nft(release, f"delete table {where}")
+    assert nft(release, "list", "ruleset") == ""
