@@ -1,6 +1,4 @@
 # The verbs of this checkout. Everything runs in .venv, which `make env` builds.
-#
-# kproxy runs on the distribution's own python3: Debian's nftables and bcc bindings are visible to no other.
 
 PYTHON ?= /usr/bin/python3
 VENV := .venv
@@ -17,11 +15,10 @@ packages:
 	@$(MISSING) env $(PYTHON)
 
 # Editable, as plain lines in a .pth file: no import hook, so the console script starts as fast as an installed one.
-# The distribution's packages are such lines, too: --system-site-packages would run their .pth files at each start.
 $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@echo "building $(VENV)"
 	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(PYTHON) -c 'import site; print("$(CURDIR)/plugins", "$(CURDIR)/bpf", *site.getsitepackages(), sep="\n")' \
+	@printf '%s\n' "$(CURDIR)/plugins" "$(CURDIR)/bpf" \
 	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \

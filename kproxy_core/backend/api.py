@@ -134,6 +134,8 @@ class BackendSettings(Struct, frozen=True):
     """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
     count_traffic: bool = False
     """Count new connections for `hookspecs.kproxy_traffic`. False: spend nothing on it."""
+    own_tables: bool = False
+    """Have the kernel keep other processes from changing the rules, where it can."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The flag or the path in the file that set each of `options`, as `errors.InvalidOption` names it."""
 

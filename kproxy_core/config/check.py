@@ -91,6 +91,7 @@ _WITHIN_A_MARK = "must be within 0 to 31"
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("mode", re.compile(r"[a-z0-9-]*", re.ASCII).fullmatch, "must be lower case letters, digits and dashes"),
     ("kproxy.modeFallback", ("auto", "never").__contains__, "must be auto or never"),
+    ("kproxy.ownTables", ("auto", "never").__contains__, "must be auto or never"),
     ("kproxy.trafficMetrics", (False, "off", "service", "endpoint").__contains__,
      "must be off, service or endpoint"),
     ("kproxy.maxSeries", lambda count: count > 0, _POSITIVE),

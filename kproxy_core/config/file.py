@@ -143,6 +143,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Directory of state that must outlive the process, but not a reboot."""
     mode_fallback: str = "auto"
     """``auto``: another mode may serve if this machine lacks what the mode needs; ``never``: none may."""
+    own_tables: str = "auto"
+    """``auto``: only kproxy can change its tables, where the kernel has that; ``never``: any process can."""
     exclusive: bool = False
     """Exit instead of standing by while another kproxy serves this network namespace."""
     live_mode_switch: bool = False

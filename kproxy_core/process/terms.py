@@ -71,8 +71,11 @@ def served_families() -> tuple[Family, ...]:
 
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
     loopback = tuple(f for f in families if includes_loopback(config.node_port_addresses, f))
-    return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
-                           count_traffic=config.kproxy.count_traffic, sources=config.option_sources)
+    return BackendSettings(
+        families, config.masquerade_bit, config.backend_options, loopback,
+        count_traffic=config.kproxy.count_traffic, own_tables=config.kproxy.own_tables == "auto",
+        sources=config.option_sources,
+    )  # fmt: skip
 
 
 def serving_settings(config: Config, registry: Registry, families: tuple[Family, ...]) -> BackendSettings:

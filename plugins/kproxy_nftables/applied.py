@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
+from kproxy_core.host.nftables.objects import Object
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -49,9 +50,9 @@ class Difference(Struct):
 
     deletes: list[Element] = field(default_factory=list)
     adds: list[Element] = field(default_factory=list)
-    owned: dict[str, str] = field(default_factory=dict)
-    """Owned objects to define or redefine: name -> nft text."""
-    disowned: list[str] = field(default_factory=list)
+    owned: dict[str, Object] = field(default_factory=dict)
+    """Owned objects to create or rewrite, by name."""
+    disowned: dict[str, Object] = field(default_factory=dict)
     """Owned objects that are no longer referenced afterwards."""
     held: dict[ServicePortKey, Held | None] = field(default_factory=dict)
     counts: dict[Element, int] = field(default_factory=dict)
@@ -100,10 +101,11 @@ class Applied:
             self._count(old, new, result)
             owned_before = owned_objects(old.plan) if old else {}
             owned_after = owned_objects(new.plan) if new else {}
-            for name, text in owned_after.items():
-                if owned_before.get(name) != text:
-                    result.owned[name] = text
-            result.disowned += [name for name in owned_before if name not in owned_after]
+            for name, item in owned_after.items():
+                if owned_before.get(name) != item:
+                    result.owned[name] = item
+            result.disowned |= {
+                name: item for name, item in owned_before.items() if name not in owned_after}
         self._settle(result)
         return result
 

@@ -13,7 +13,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions.features import FLOW_OFFLOAD, PERMISSION, lacking
+from kproxy_nftables.questions.features import FLOW_OFFLOAD, PERMISSION, can_own, lacking
 from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import watch
 
@@ -30,6 +30,7 @@ class NftablesBackend:
         """Raises InvalidOption."""
         self._kernel = Kernel()
         self._extras = read_settings(settings)
+        self._may_own = settings.own_tables
         self._states = self._new_states(settings.families)
         self._watch: CommitWatch | None = None
         self._generation = 0
@@ -50,11 +51,11 @@ class NftablesBackend:
             log.warning("flowtable not available", extra={"fields": {
                 "option": FLOWTABLE, "error": "; ".join(missing)}})
             self._extras = self._extras._replace(flowtable=())
-            self._states = self._new_states(families)
+        self._states = self._new_states(families, owned=self._may_own and can_own(self._kernel))
         return True
 
-    def _new_states(self, families: Sequence[Family]) -> dict[Family, FamilyState]:
-        return {family: FamilyState(family, self._kernel, self._extras) for family in families}
+    def _new_states(self, families: Sequence[Family], *, owned: bool = False) -> dict[Family, FamilyState]:
+        return {family: FamilyState(family, self._kernel, self._extras, owned=owned) for family in families}
 
     @hookimpl
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
@@ -85,7 +86,7 @@ class NftablesBackend:
     def kproxy_preview(self, update: api.Update) -> api.Preview:
         from kproxy_nftables.inspection.preview import preview
 
-        return preview(update, self._extras)
+        return preview(update, self._extras, may_own=self._may_own)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:

@@ -1,4 +1,4 @@
-"""Elements as netlink messages: one batch is one transaction.
+"""Elements as netlink messages.
 
 Layouts: linux/netfilter/nf_tables.h and nfnetlink.h. Attributes are padded to 4 bytes; all our keys and
 values have such a length already.
@@ -19,7 +19,7 @@ from kproxy_core.host.netlink.messages import (
     nested,
     text_attribute,
 )
-from kproxy_core.host.netlink.nf_tables import KIND, payload, transaction
+from kproxy_core.host.netlink.nf_tables import KIND, payload
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import CLUSTER_IPS, TABLE, VERDICT_MAPS
 from kproxy_nftables.wanted import Element, Value
@@ -57,43 +57,43 @@ def one_element(container: str, key: bytes) -> bytes:
     return element_list(container) + nested(_LIST_ELEMENTS, _element(key, None))
 
 
-def batches(
-    family: Family, deletes: Sequence[Element], adds: Sequence[Element], limit: int
-) -> Iterator[tuple[bytes, int]]:
-    """Yield the transactions that delete and add elements, as (bytes, sequence number to be acknowledged).
+def requests(
+    family: Family, deletes: Sequence[Element], adds: Sequence[Element], limit: int, most: int
+) -> Iterator[list[Request]]:
+    """Yield the requests that delete and add elements, by transaction; at least one transaction.
 
-    This is one transaction, deletions first, unless it would exceed *limit* bytes or `MOST_ELEMENTS`.
+    This is one transaction, deletions first, unless it would exceed *limit* bytes or *most* elements.
     Packets see a key that is deleted and added in one transaction replaced atomically. To keep this true
-    where the batch must be split, the deletion and the addition of a key are always part of the same
-    transaction, and a frontend is added after its endpoints and deleted before them.
+    where it must be split, the deletion and the addition of a key are always part of the same transaction,
+    and a frontend is added after its endpoints and deleted before them.
     """
-    if len(deletes) + len(adds) <= MOST_ELEMENTS:
+    if len(deletes) + len(adds) <= most:
         pieces = [*_messages(_DELSETELEM, deletes), *_messages(_NEWSETELEM, adds)]
         size = sum(len(list_) for _, list_ in pieces) + (len(pieces) + 2) * _HEADERS
         if size <= limit:
-            yield _transaction(family, pieces)
+            yield _requests(family, pieces)
             return
-    step = max(1, min(limit // 1024, MOST_ELEMENTS))
+    step = max(1, min(limit // 1024, most))
     by_key = {(element[0], element[1]): element for element in deletes}
     ordered = sorted(adds, key=_rank)
     for start in range(0, len(ordered), step):
         part = ordered[start : start + step]
         replaced = [by_key.pop(e[:2]) for e in part if e[:2] in by_key]
-        yield _transaction(family, [*_messages(_DELSETELEM, replaced), *_messages(_NEWSETELEM, part)])
+        yield _requests(family, [*_messages(_DELSETELEM, replaced), *_messages(_NEWSETELEM, part)])
     rest = sorted(by_key.values(), key=_rank, reverse=True)
     for start in range(0, len(rest), step):
-        yield _transaction(family, list(_messages(_DELSETELEM, rest[start : start + step])))
+        yield _requests(family, list(_messages(_DELSETELEM, rest[start : start + step])))
 
 
 def _rank(element: Element) -> int:
     return _RANKS.get(element[0], 0)
 
 
-def _transaction(family: Family, pieces: Sequence[tuple[int, bytes]]) -> tuple[bytes, int]:
-    return transaction([
+def _requests(family: Family, pieces: Sequence[tuple[int, bytes]]) -> list[Request]:
+    return [
         Request(kind, NLM_F_CREATE if kind == _NEWSETELEM else 0, payload(family, body))
         for kind, body in pieces
-    ])  # fmt: skip
+    ]
 
 
 def _messages(kind: int, elements: Sequence[Element]) -> Iterator[tuple[int, bytes]]:

@@ -1,12 +1,21 @@
 """One IP family's table: its known state, and the steps that bring it to the plans."""
 
-import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.nftables.objects import (
+    Command,
+    HeldTable,
+    Layout,
+    Object,
+    Replacement,
+    constants,
+    difference,
+    unwanted,
+)
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -16,7 +25,7 @@ from kproxy_nftables.applied import Applied, Contents, Difference, compare_all
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.owned_chains import affinity_maps, all_owned, delete_objects
+from kproxy_nftables.owned_chains import affinity_maps, all_owned
 from kproxy_nftables.settings import FLOWTABLE
 from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import Element, node_elements
@@ -29,12 +38,16 @@ _ATTEMPTS = 3
 Pinned = Mapping[str, frozenset[bytes]]
 """Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
+Plans = Mapping[ServicePortKey, ServicePlan]
+
 
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
-    def __init__(self, family: Family, kernel: Kernel, extras: Extras) -> None:
+    def __init__(self, family: Family, kernel: Kernel, extras: Extras, *, owned: bool = False) -> None:
+        """*owned*: see `skeleton.table`."""
         self._family = family
+        self._table = skeleton.table(family, owned=owned)
         self._kernel = kernel
         self._extras = extras
         self._in_effect = extras
@@ -42,12 +55,9 @@ class FamilyState:
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
-        self._rules: tuple[bytes, bytes] | None = None
-        """Digest of the constant rules that the last resync wrote, and `Kernel.fingerprint` after it; None:
-        other processes may have changed them."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
-        self._stale: list[str] = []
+        self._stale: dict[str, Object] = {}
         """Unreferenced owned objects that could not be deleted yet."""
         self.cleanup_failures = 0
         """Failed attempts to delete unreferenced objects."""
@@ -67,73 +77,96 @@ class FamilyState:
         before = self._node
         if before is None:
             raise TrustLost("the table has not been read yet")
-        difference = self._applied.difference(changed)
-        templates = skeleton.templates_behind(v for _, _, v in difference.adds if isinstance(v, str))
-        self._kernel.apply_text(self._rules_change(before, node, templates, difference))
-        self._templates |= templates
-
-        deletes, adds = difference.deletes, difference.adds
+        changes = self._applied.difference(changed)
+        templates = skeleton.templates_behind(v for _, _, v in changes.adds if isinstance(v, str))
+        commands = self._rules_change(before, node, templates, changes)
+        deletes, adds = changes.deletes, changes.adds
         if node.node_port_addresses != before.node_port_addresses:
             old, new = node_elements(before), node_elements(node)
             deletes = deletes + [element for element in old if element not in new]
             adds = adds + [element for element in new if element not in old]
-        self._write(deletes, adds, self._shrunken_maps(difference))
-        self._applied.acknowledge(difference)
+        self._write(commands, deletes, adds, self._shrunken_maps(changes))
+        self._templates |= templates
+        self._applied.acknowledge(changes)
         self._node = node
-        self._delete_stale(difference)
+        self._delete_stale(changes)
         return SyncReport(len(deletes) + len(adds))
 
-    def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
+    def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Reconcile the table with *plans* from a fresh read of the kernel, without a gap in service.
 
-        Writes only what differs, except that the first resync of a process always writes the constant rules.
-        Raises SyncFailed, TrustLost.
+        Writes only what differs. Raises SyncFailed, TrustLost.
         """
         self._node = None
-        templates = skeleton.templates_of(plans.values())
         self._find_devices()
-        owned = all_owned(plans.values())
-        wanted = skeleton.object_names(templates, owned, self._in_effect)
-        rules = skeleton.rules_text(node, templates, owned, self._in_effect)
-        self._bring_rules(rules, wanted)
+        templates = skeleton.templates_of(plans.values())
+        layout = skeleton.layout(node, templates, all_owned(plans.values()), self._in_effect)
+        held = self._kernel.held(self._family, constants(layout))
+        try:
+            applied, operations = self._reconcile(node, plans, layout, held)
+        except Replacement:
+            applied, operations = self._replace(node, plans, layout)
+            held = None
+        self._applied, self._templates, self._node, self._stale = applied, templates, node, {}
+        if held is not None:  # Our table belongs to us as a whole.
+            self._clean_up(list(self._table.remove(unwanted(held, layout))))
+        return SyncReport(operations)
+
+    def _reconcile(
+        self, node: NodeView, plans: Plans, layout: Layout, held: HeldTable | None
+    ) -> tuple[Applied, int]:
+        """Bring the table from what it holds to *layout* and *plans*. Return the state, and the operations.
+
+        Raises Replacement if that takes a new table.
+        """
+        commands = difference(self._table, layout, held)
         actual: Contents = {
-            container: self._kernel.elements(self._family, container)
+            container: self._kernel.elements(self._family, container) if held is not None else {}
             for container in names.ELEMENT_CONTAINERS
         }
-        deletes: list[Element] = []
-        adds: list[Element] = []
-        operations = 0
-        if any(actual.values()):
-            applied, deletes, adds = compare_all(plans, node_elements(node), actual)
-        else:
+        if not any(actual.values()):
             applied = Applied()
             parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
-            operations = self._kernel.fill(self._family, parts)
+            return applied, len(commands) + self._kernel.fill(self._family, parts, commands)
+        applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():
             if plan.affinity_seconds:
                 pinned |= affinity_maps(plan)
-        self._write(deletes, adds, pinned)
-        self._applied, self._templates, self._node, self._stale = applied, templates, node, []
-        # Our table belongs to us as a whole.
-        unwanted = self._kernel.unwanted(self._family, wanted)
-        self._clean_up(skeleton.delete_foreign(self._family, *unwanted))
-        return SyncReport(operations + len(deletes) + len(adds))
+        try:
+            self._write(commands, deletes, adds, pinned)
+        except TrustLost:
+            raise
+        except SyncFailed as refused:
+            if not commands:
+                raise
+            raise Replacement from refused
+        return applied, len(commands) + len(deletes) + len(adds)
+
+    def _replace(self, node: NodeView, plans: Plans, layout: Layout) -> tuple[Applied, int]:
+        """Replace the table, which has another layout, with everything in it in one transaction."""
+        log.info("replacing table of another layout", extra={"fields": {"table": self._table.where}})
+        commands = [self._table.delete(), *difference(self._table, layout, None)]
+        applied = Applied()
+        adds = [*node_elements(node), *chain.from_iterable(applied.fill(plans, MOST_ELEMENTS))]
+        self._kernel.write(self._family, (), adds, commands, whole=True)
+        return applied, len(commands) + len(adds)
 
     def _rules_change(
-        self, before: NodeView, node: NodeView, templates: set[Template], difference: Difference
-    ) -> str:
-        """Return the commands that must run before the elements are written; mostly none."""
-        text = ""
+        self, before: NodeView, node: NodeView, templates: set[Template], changes: Difference
+    ) -> list[Command]:
+        """Return the commands that must precede the elements; mostly none."""
+        objects: list[Object] = []
         if skeleton.rules_differ(before, node):
-            text = skeleton.skeleton(node, self._in_effect)
-            text += skeleton.templates(node, self._templates | templates)
-        elif not templates <= self._templates:
-            text = skeleton.templates(node, templates - self._templates)
-        if node.service_cidrs != before.service_cidrs:
-            text += skeleton.service_cidrs(node)
-        return text + "".join(difference.owned.values())
+            objects += skeleton.skeleton(node, self._in_effect)
+            objects += skeleton.templates(node, self._templates | templates)
+        else:
+            if not templates <= self._templates:
+                objects += skeleton.templates(node, templates - self._templates)
+            if node.service_cidrs != before.service_cidrs:
+                objects.append(skeleton.service_cidrs(node))
+        return list(self._table.write([*objects, *changes.owned.values()]))
 
     def _find_devices(self) -> None:
         if not self._extras.flowtable:
@@ -144,32 +177,15 @@ class FamilyState:
             log.warning("no such network device", extra={"fields": {
                 "option": FLOWTABLE, "devices": ",".join(sorted(missing)), "family": self._family.label}})
 
-    def _bring_rules(self, text: str, wanted: Collection[str]) -> None:
-        """Write the constant rules, unless the kernel still holds them as they were last written.
-
-        *wanted* are the names of the objects that *text* defines.
-        """
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        known, self._rules = self._rules, None
-        if known is not None and known == (digest, self._kernel.fingerprint(self._family, wanted)):
-            self._rules = known
-            return
-        before = self._kernel.generation()
-        try:
-            self._kernel.apply_text(text)
-        except SyncFailed:
-            # The table has another layout, so none of it can be kept.
-            self._kernel.apply_text(skeleton.delete_table(self._family) + text)
-        written = self._kernel.fingerprint(self._family, wanted)
-        if self._kernel.generation() == before + 1:  # Otherwise another process may have changed our rules.
-            self._rules = digest, written
-
-    def _write(self, deletes: Sequence[Element], adds: Sequence[Element], pinned: Pinned) -> None:
-        """Write elements, and unpin clients from endpoints outside *pinned* in the same transaction."""
+    def _write(
+        self, commands: Sequence[Command], deletes: Sequence[Element], adds: Sequence[Element],
+        pinned: Pinned,
+    ) -> None:  # fmt: skip
+        """Run *commands*, write elements, and unpin clients from endpoints outside *pinned*, all at once."""
         for attempt in range(_ATTEMPTS):
             forgotten = self._outdated_clients(pinned)
             try:
-                self._kernel.write(self._family, [*deletes, *forgotten], adds)
+                self._kernel.write(self._family, [*deletes, *forgotten], adds, commands)
                 break
             except TrustLost:
                 if not forgotten or attempt == _ATTEMPTS - 1:
@@ -185,10 +201,10 @@ class FamilyState:
             if where not in allowed
         ]
 
-    def _shrunken_maps(self, difference: Difference) -> Pinned:
+    def _shrunken_maps(self, changes: Difference) -> Pinned:
         """Return the affinity maps that lose endpoints but are kept."""
         found: dict[str, frozenset[bytes]] = {}
-        for key, held in difference.held.items():
+        for key, held in changes.held.items():
             old = self._applied.held.get(key)
             if held is None or old is None or not old.plan.affinity_seconds:
                 continue
@@ -200,21 +216,21 @@ class FamilyState:
             }
         return found
 
-    def _delete_stale(self, difference: Difference) -> None:
+    def _delete_stale(self, changes: Difference) -> None:
         """Delete owned objects that are no longer referenced.
 
         Kernels before 6.2 may report them busy for a moment; the next change then tries again.
         """
-        if self._stale or difference.disowned:
-            stale = dict.fromkeys([*self._stale, *difference.disowned])
-            self._stale = [name for name in stale if name not in difference.owned]
-            if self._clean_up(delete_objects(self._family, self._stale)):
-                self._stale = []
+        if self._stale or changes.disowned:
+            stale = self._stale | changes.disowned
+            self._stale = {name: item for name, item in stale.items() if name not in changes.owned}
+            if self._clean_up(list(self._table.remove(self._stale.values()))):
+                self._stale = {}
 
-    def _clean_up(self, text: str) -> bool:
+    def _clean_up(self, commands: Sequence[Command]) -> bool:
         """Run deletions that may be delayed without harm; return False if they fail."""
         try:
-            self._kernel.apply_text(text)
+            self._kernel.run(commands)
         except SyncFailed:
             self.cleanup_failures += 1
             return False

@@ -1,82 +1,80 @@
-"""The chains and maps that belong to one service port, for session affinity and source ranges.
+"""The chains, maps and sets that belong to one service port, for session affinity and source ranges.
 
-They are written as nft text in a transaction of their own before the elements that refer to them, and
-deleted in another transaction after those elements.
+They are written in the same transaction as the elements that refer to them, and deleted in another one after
+those elements.
 """
 
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.model.address import Family, format_address
+from kproxy_core.host.nftables.objects import Chain, Container, Object
+from kproxy_core.host.nftables.rules import (
+    ADDRESS,
+    DESTINATION_PORT,
+    DROP,
+    L4_PROTOCOL,
+    Rule,
+    Statement,
+    among,
+    destination_address,
+    dnat_to_address,
+    equals,
+    goto,
+    original_source,
+    source_address,
+    update,
+)
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_nft.counting import ADDRESS_TYPE
-from kproxy_nftables.names import ADMITTED, TABLE
+from kproxy_nftables.names import ADMITTED
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536
 """Clients recorded per affinity group; beyond it new clients are not pinned."""
 
-_AFFINITY = "affinity-"
-
-Owned = Mapping[str, str]
-"""Name of an object -> its definition in nft text. Insertion order is creation order."""
+Owned = Mapping[str, Object]
+"""Objects by name. Insertion order is creation order."""
 
 
 def all_owned(plans: Iterable[ServicePlan]) -> Owned:
     """Return the objects that belong to one of *plans* alone."""
-    return {name: text for plan in plans for name, text in owned_objects(plan).items()}
+    return {name: item for plan in plans for name, item in owned_objects(plan).items()}
 
 
 def owned_objects(plan: ServicePlan) -> Owned:
     """Return the objects that belong to *plan* alone; most plans need none."""
     if not plan.affinity_seconds and not plan.source_ranges:
         return {}
-    maps: dict[str, str] = {}
-    chains: dict[str, list[str]] = {}
-    ip = plan.family.ip
-    protocol = plan.key.protocol.name.lower()
-    record: list[str] = []
+    containers: list[Object] = []
+    chains: list[Object] = []
+    family = plan.family
+    address, source, destination = ADDRESS[family], source_address(family), destination_address(family)
+    record: list[Rule] = []
     groups = _group_endpoints(plan)
     for group, endpoints in groups.items():
-        pin: list[str] = []
+        pin: list[Rule] = []
         for port in sorted({where.port for where in endpoints}):
             name = _affinity_map(plan, group, port)
-            maps[name] = (
-                f"add map {ip} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
-                f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
-            )
-            # The connection may have been sent to an endpoint of the other group.
-            own = [format_address(where.address) for where in endpoints if where.port == port]
-            among = f"{ip} daddr {{ {', '.join(own)} }} " if len(groups) > 1 else ""
+            containers.append(
+                Container(name, (address,), (address,), dynamic=True, size=AFFINITY_SIZE))
+            among_own: tuple[Statement, ...] = ()
+            if len(groups) > 1:  # The connection may have been sent to an endpoint of the other group.
+                own = Container(f"endpoints-{group}/{port}", (address,), constant=tuple(
+                    where.address for where in endpoints if where.port == port))
+                containers.append(own)
+                among_own = (among((destination,), own.name),)
             # After DNAT the destination is the endpoint; ct original still holds the client.
-            record.append(
-                f"th dport {port} {among}update @{name} "
-                f"{{ ct original {ip} saddr timeout {plan.affinity_seconds}s : {ip} daddr }}"
-            )
-            pin.append(f"meta l4proto {protocol} dnat {ip} to {ip} saddr map @{name} : {port}")
-        chains[f"pin-{group}"] = pin
+            pinned = update(
+                name, (original_source(family),), value=destination, seconds=plan.affinity_seconds)
+            record.append((equals(DESTINATION_PORT, port), *among_own, pinned))
+            pin.append((
+                equals(L4_PROTOCOL, plan.key.protocol), dnat_to_address(family, (source,), name, port)))
+        chains.append(Chain(f"pin-{group}", tuple(pin)))
     if groups:
-        chains[record_chain(plan)] = record
+        chains.append(Chain(record_chain(plan), tuple(record)))
     if plan.source_ranges and plan.load_balancer_ips:
-        admitted = [f"{ip} saddr {cidr} goto {ADMITTED}" for cidr in plan.source_ranges]
-        chains[ranges_chain(plan)] = [*admitted, "drop"]
-    return maps | {name: chain_text(plan.family, name, rules) for name, rules in chains.items()}
-
-
-def chain_text(family: Family, name: str, rules: Iterable[str]) -> str:
-    """Return the commands after which a chain of our table has *rules* only."""
-    chain = f"{family.ip} {TABLE} {name}"
-    added = "".join(f"add rule {chain} {rule}\n" for rule in rules)
-    return f"add chain {chain}\nflush chain {chain}\n{added}"
-
-
-def delete_objects(family: Family, owned: Iterable[str]) -> str:
-    """Return the commands that delete *owned* objects, in an order that the kernel accepts."""
-    table = f"{family.ip} {TABLE}"
-    return "".join(
-        f"delete {'map' if name.startswith(_AFFINITY) else 'chain'} {table} {name}\n"
-        for name in sorted(owned, key=lambda name: name.startswith(_AFFINITY))
-    )
+        admitted: list[Rule] = [(equals(source, cidr), goto(ADMITTED)) for cidr in plan.source_ranges]
+        chains.append(Chain(ranges_chain(plan), (*admitted, (DROP,))))
+    return {item.name: item for item in (*containers, *chains)}
 
 
 def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
@@ -100,4 +98,4 @@ def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
 
 def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:
     """Return a map's name, which includes the timeout so that a new one applies to all clients."""
-    return f"{_AFFINITY}{group}/{port}/{plan.affinity_seconds}s"
+    return f"affinity-{group}/{port}/{plan.affinity_seconds}s"

@@ -1,38 +1,79 @@
-"""The rules as nft text: base chains, maps, template chains.
+"""The constant objects of the table: base chains, maps, template chains. Pure.
 
-The text may be applied at any time over an existing table of the same layout: it flushes and refills chains
-in one transaction, and maps keep their elements.
+They may be written at any time over a table of the same layout: chains are flushed and refilled in one
+transaction, and maps keep their elements.
 """
 
-import re
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import NamedTuple, Self
 
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.host.nftables import objects
+from kproxy_core.host.nftables.objects import Chain, Flowtable, Layout, Object, Place
+from kproxy_core.host.nftables.rules import (
+    ADDRESS,
+    DESTINATION_PORT,
+    DESTINATION_PORT_OF,
+    DROP,
+    INPUT_INTERFACE,
+    L4_PROTOCOL,
+    MASQUERADE,
+    ORIGINAL_PORT,
+    PORT,
+    PROTOCOL,
+    RESET,
+    VERDICT,
+    DataType,
+    Field,
+    Key,
+    Rule,
+    Statement,
+    among,
+    count,
+    ct_state,
+    ct_status,
+    destination_address,
+    differs,
+    dnat_to_endpoint,
+    equals,
+    flip_mark,
+    goto,
+    has_mark,
+    is_local,
+    jump,
+    offload,
+    original_destination,
+    random_number,
+    reject,
+    set_mark,
+    source_address,
+    vmap,
+)
+from kproxy_core.model.address import Family, Protocol, outermost
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import TABLE, Template
-from kproxy_nftables.owned_chains import Owned, chain_text
 from kproxy_nftables.wanted import verdicts
 
-BaseChains = dict[str, tuple[str, str, int]]
-"""Type, hook and priority by name."""
-
-BASE_CHAINS = {
-    "nat-prerouting": ("nat", "prerouting", -100),
-    "nat-output": ("nat", "output", -100),
-    "nat-postrouting": ("nat", "postrouting", 100),
-    "filter-forward": ("filter", "forward", 0),
-    "filter-output": ("filter", "output", 0),
+_BASE_CHAINS = {
+    "nat-prerouting": Place("nat", "prerouting", -100),
+    "nat-output": Place("nat", "output", -100),
+    "nat-postrouting": Place("nat", "postrouting", 100),
+    "filter-forward": Place("filter", "forward", 0),
+    "filter-output": Place("filter", "output", 0),
 }
 _RECORDING_BASE_CHAINS = {
-    "filter-input": ("filter", "input", 0),
-    "filter-postrouting": ("filter", "postrouting", 0),
+    "filter-input": Place("filter", "input", 0),
+    "filter-postrouting": Place("filter", "postrouting", 0),
 }
 """The first hooks after DNAT: input for connections to this node, else postrouting. They exist once there is
 a template with session affinity: each packet would pay for them, even without rules."""
+_COUNTING_PLACE = Place("nat", "input", 100)
+_FLOWTABLE_PLACE = Place("filter", "forward", 300)
+"""After the filters of other tables: they see, and may drop, each packet that would add a flow."""
+
+_RECORD = "record"
 
 
 class Extras(NamedTuple):
@@ -51,57 +92,50 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> str:
-    """Return the commands for all constant objects of one family's table except template chains."""
-    family, chains = node.family, _chains(node)
-    table = f"{family.ip} {TABLE}"
-    lines = [f'add table {table} {{ comment "rules for kproxy"; }}', *_containers(family)]
+def table(family: Family, *, owned: bool = False) -> objects.Table:
+    """Return our table; if *owned*, one that no other process can change, and that outlives this one."""
+    flags = objects.OWNER | objects.PERSIST if owned else 0
+    return objects.Table(family, TABLE, "rules for kproxy", flags)
+
+
+def layout(
+    node: NodeView, wanted: Collection[Template], owned: Mapping[str, Object], extras: Extras = NO_EXTRAS
+) -> Layout:
+    """Return all objects of one family's table, including those that service ports own."""
+    parts = [*skeleton(node, extras), *templates(node, wanted), *owned.values()]
+    return {item.name: item for item in parts}
+
+
+def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
+    """Return all constant objects of one family's table except template chains."""
+    family = node.family
+    found: list[Object] = _containers(node)
     if extras.counted:
-        lines.append(counting.set_of_connections(family, TABLE))
-        lines.append(counting.counting_set(family, TABLE, names.REFUSED))
-        chains = _counted(chains, family.ip)
-    text = "".join(f"{line}\n" for line in lines) + _added(family, _base_chains(extras))
-    text += "".join(chain_text(family, name, rules) for name, rules in chains.items())
-    return text + (_flowtable(family, extras.flowtable) if extras.flowtable else "")
+        found += [counting.set_of_connections(family), counting.counting_set(family, names.REFUSED)]
+    found += _chains(node, counted=extras.counted)
+    if extras.flowtable:
+        established = (ct_state("established"), offload(names.FLOWTABLE))
+        found.append(Flowtable(names.FLOWTABLE, extras.flowtable))
+        found.append(Chain("flow-offload", tuple(
+            (equals(L4_PROTOCOL, protocol), *established) for protocol in (Protocol.TCP, Protocol.UDP)
+        ), _FLOWTABLE_PLACE))  # fmt: skip
+    return found
 
 
-def templates(node: NodeView, wanted: Collection[Template]) -> str:
-    """Return the commands for the *wanted* template chains and those they lead to.
+def templates(node: NodeView, wanted: Collection[Template]) -> list[Object]:
+    """Return the *wanted* template chains and those they lead to.
 
     Clients are recorded once there is a template with session affinity.
     """
-    chains: dict[str, list[str]] = {}
+    chains: dict[str, Object] = {}
     for template in sorted(wanted):
         for needed in (*_leads_to(template), template):
-            chains[needed.name] = _template_rules(node, needed)
-    text = ""
-    if _records(wanted):
-        text = _added(node.family, _RECORDING_BASE_CHAINS)
-        chains[_RECORD] = _record_rules(node.family.ip)
-        for name in _RECORDING_BASE_CHAINS:
-            chains[name] = [f"ct state new ct status dnat jump {_RECORD}"]
-    return text + "".join(chain_text(node.family, name, rules) for name, rules in chains.items())
-
-
-def _records(templates: Iterable[Template]) -> bool:
-    """Return whether connections through *templates* are recorded, for session affinity."""
-    return any(template.sticky for template in templates)
-
-
-def _added(family: Family, base_chains: BaseChains) -> str:
-    """Return the commands that add *base_chains*."""
-    places = {
-        name: f"type {kind} hook {hook} priority {priority}; policy accept;"
-        for name, (kind, hook, priority) in base_chains.items()
-    }
-    return "".join(f"add chain {family.ip} {TABLE} {name} {{ {place} }}\n" for name, place in places.items())
-
-
-def rules_text(
-    node: NodeView, wanted: Collection[Template], owned: Owned, extras: Extras = NO_EXTRAS
-) -> str:
-    """Return the commands for everything but elements, including the objects that service ports own."""
-    return skeleton(node, extras) + templates(node, wanted) + service_cidrs(node) + "".join(owned.values())
+            chains[needed.name] = Chain(needed.name, _template_rules(node, needed))
+    if any(template.sticky for template in wanted):
+        chains[_RECORD] = Chain(_RECORD, _record_rules(node.family))
+        for name, place in _RECORDING_BASE_CHAINS.items():
+            chains[name] = Chain(name, ((ct_state("new"), ct_status("dnat"), jump(_RECORD)),), place)
+    return list(chains.values())
 
 
 def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
@@ -115,12 +149,11 @@ def templates_behind(verdicts: Iterable[str]) -> set[Template]:
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 
-def service_cidrs(node: NodeView) -> str:
-    name = f"{node.family.ip} {TABLE} {names.SERVICE_CIDRS}"
-    text = f"flush set {name}\n"
-    if node.service_cidrs:
-        text += f"add element {name} {{ {', '.join(map(str, node.service_cidrs))} }}\n"
-    return text
+def service_cidrs(node: NodeView) -> objects.Container:
+    """Return the set of the networks from which ClusterIPs are allocated."""
+    key = (destination_address(node.family),)
+    return objects.Container(
+        names.SERVICE_CIDRS, key, interval=True, constant=outermost(node.service_cidrs))
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
@@ -129,178 +162,100 @@ def rules_differ(one: NodeView, other: NodeView) -> bool:
     )  # fmt: skip
 
 
-def delete_foreign(
-    family: Family, chains: Iterable[str], containers: Iterable[str], flowtables: Iterable[str]
-) -> str:
-    """Return the commands that delete chains and what they refer to; maps and sets may refer to chains."""
-    table = f"{family.ip} {TABLE}"
-    chains = sorted(filter(_QUOTABLE, chains))
-    return "".join(
-        [f"flush chain {table} {name}\n" for name in chains]
-        + [f"delete set {table} {name}\n" for name in sorted(filter(_QUOTABLE, containers))]
-        + [f"delete flowtable {table} {name}\n" for name in sorted(filter(_QUOTABLE, flowtables))]
-        + [f"delete chain {table} {name}\n" for name in chains]
-    )
-
-
-def delete_table(family: Family) -> str:
-    """Return the commands that delete the table of *family*, which need not exist."""
-    table = f"table {family.ip} {TABLE}"
-    return f"add {table}\ndelete {table}\n"
-
-
-def object_names(templates: Collection[Template], owned: Iterable[str], extras: Extras) -> set[str]:
-    """Return the names of all chains, maps, sets and flowtables that belong into the table."""
-    wanted = {*_base_chains(extras), *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
-    wanted.update(template.name for template in templates)
-    if _records(templates):
-        wanted |= {*_RECORDING_BASE_CHAINS}
-    wanted.update(owned)
-    if extras.counted:
-        wanted |= {*_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
-    if extras.flowtable:
-        wanted.add(names.FLOWTABLE)
-    return wanted
-
-
-_QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
-"""Matches the names that nft text can hold. All of ours can; others are left alone."""
-
-_RECORD = "record"
-_REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", _RECORD, names.REJECT, names.ADMITTED}
-
-
-def _containers(family: Family) -> list[str]:
-    """Return the commands that add all maps and sets."""
-    address, index = f"{family.ip} daddr", "numgen random mod 1"
-    maps: dict[str, str] = {}
+def _containers(node: NodeView) -> list[Object]:
+    """Return all maps and sets whose elements lead to services."""
+    family = node.family
+    address, index = destination_address(family), random_number(1)
+    maps: dict[str, tuple[DataType | Field, ...]] = {}
     for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS, names.STICKY_LOCAL_VIPS):
-        maps[name] = f"typeof {address} . meta l4proto . th dport : verdict"
+        maps[name] = (address, L4_PROTOCOL, DESTINATION_PORT)
     for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS):
-        maps[name] = "typeof meta l4proto . th dport : verdict"
-    # Not typeof: outside of a rule nft does not know the type of a conntrack port.
-    maps[names.RECORDED_VIPS] = f"type {counting.ADDRESS_TYPE[family]} . inet_proto . inet_service : verdict"
-    maps[names.RECORDED_NODE_PORTS] = "type inet_proto . inet_service : verdict"
-    for protocol in Protocol:
-        port = f"{protocol.name.lower()} dport"
-        for name in (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]):
-            maps[name] = f"typeof {address} . {port} . {index} : {address} . {port}"
-        for name in (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol]):
-            maps[name] = f"typeof {port} . {index} : {address} . {port}"
-    sets = {
-        names.CLUSTER_IPS: f"typeof {address}", names.NODE_IPS: f"typeof {address}",
-        names.HAIRPINS: f"typeof {family.ip} saddr . {address}",
-        names.SERVICE_CIDRS: f"typeof {address}; flags interval",
-    }  # fmt: skip
-    table = f"{family.ip} {TABLE}"
-    return [
-        *(f"add map {table} {name} {{ {of}; }}" for name, of in maps.items()),
-        *(f"add set {table} {name} {{ {of}; }}" for name, of in sets.items()),
-    ]
+        maps[name] = (L4_PROTOCOL, DESTINATION_PORT)
+    # By types: outside of a rule nft does not know the type of a conntrack port.
+    maps[names.RECORDED_VIPS] = (ADDRESS[family], PROTOCOL, PORT)
+    maps[names.RECORDED_NODE_PORTS] = (PROTOCOL, PORT)
+    found: list[Object] = [objects.Container(name, key, (VERDICT,)) for name, key in maps.items()]
+    for protocol, port in DESTINATION_PORT_OF.items():
+        vips = (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol])
+        node_ports = (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol])
+        found += [objects.Container(name, (address, port, index), (address, port)) for name in vips]
+        found += [objects.Container(name, (port, index), (address, port)) for name in node_ports]
+    found += [objects.Container(name, (address,)) for name in (names.CLUSTER_IPS, names.NODE_IPS)]
+    hairpins = objects.Container(names.HAIRPINS, (source_address(family), address))
+    return [*found, hairpins, service_cidrs(node)]
 
 
-def _chains(node: NodeView) -> dict[str, list[str]]:
-    """Return every chain with its rules. A chain precedes those that lead to it."""
-    ip = node.family.ip
+def _chains(node: NodeView, *, counted: bool) -> list[Chain]:
+    """Return the chains that every packet may meet. A chain precedes those that lead to it.
+
+    With *counted*, refusals are counted by frontend only: other ports of a ClusterIP are refused by a chain
+    that does not count.
+    """
+    family = node.family
+    daddr = destination_address(family)
+    frontend = (daddr, L4_PROTOCOL, DESTINATION_PORT)
     bit = 1 << node.masquerade_bit
+    loopback = family.loopback_cidr if family is Family.IPV4 else family.loopback
     to_node = (
-        f"fib daddr type local {ip} daddr != {str(node.family.loopback_cidr).removesuffix('/128')}"
+        (is_local("daddr"), differs(daddr, loopback))
         if node.node_ports_anywhere
-        else f"{ip} daddr @{names.NODE_IPS}"
+        else (among((daddr,), names.NODE_IPS),)
     )
     # Service ports have translated the destination of their connections, and no endpoint is a ClusterIP.
-    check = "ct state new ct status ! dnat jump cluster-ips-check"
-    return {
-        # The kernel rate-limits ICMP errors, but not resets.
-        names.REJECT: ["meta l4proto tcp reject with tcp reset", "reject"],
-        names.ADMITTED: [f"{ip} daddr . meta l4proto . th dport vmap @{names.ADMITTED_VIPS}"],
-        "services": [
-            f"{ip} daddr . meta l4proto . th dport vmap @{names.VIPS}",
-            f"{to_node} meta l4proto . th dport vmap @{names.NODE_PORTS}",
-        ],
-        "masquerading": [
-            f"meta mark and {bit:#010x} != 0 meta mark set meta mark xor {bit:#010x} masquerade fully-random",
-            f"ct status dnat {ip} saddr . {ip} daddr @{names.HAIRPINS} masquerade fully-random",
-        ],
-        "cluster-ips-check": [
-            f"{ip} daddr @{names.CLUSTER_IPS} goto {names.REJECT}",
-            f"{ip} daddr @{names.SERVICE_CIDRS} drop",
-        ],
-        _RECORD: [],  # `templates` fills it, and adds the chains that lead to it.
-        "nat-prerouting": ["jump services"],
-        "nat-output": ["jump services"],
-        "nat-postrouting": ["jump masquerading"],
-        "filter-forward": [check],
-        "filter-output": [check],
+    check: Rule = (ct_state("new"), ct_status("dnat", negate=True), jump("cluster-ips-check"))
+    # The kernel rate-limits ICMP errors, but not resets.
+    refuse: tuple[Rule, ...] = ((equals(L4_PROTOCOL, Protocol.TCP), RESET), (reject(family),))
+    count_refusal: tuple[Rule, ...] = ((count(names.REFUSED, frontend),),) if counted else ()
+    to_count: tuple[Rule, ...] = ((ct_status("dnat"), jump("count")),) if counted else ()
+    unserved = "refuse-unserved" if counted else names.REJECT
+    rules: dict[str, tuple[Rule, ...]] = {}
+    if counted:
+        rules["count"] = counting.count_rules(family)
+        rules["refuse-unserved"] = refuse
+    rules |= {
+        names.REJECT: (*count_refusal, *refuse),
+        names.ADMITTED: ((vmap(frontend, names.ADMITTED_VIPS),),),
+        "services": (
+            (vmap(frontend, names.VIPS),),
+            (*to_node, vmap((L4_PROTOCOL, DESTINATION_PORT), names.NODE_PORTS)),
+        ),
+        "masquerading": (
+            (has_mark(bit), flip_mark(bit), MASQUERADE),
+            (ct_status("dnat"), among((source_address(family), daddr), names.HAIRPINS), MASQUERADE),
+        ),
+        "cluster-ips-check": (
+            (among((daddr,), names.CLUSTER_IPS), goto(unserved)),
+            (among((daddr,), names.SERVICE_CIDRS), DROP),
+        ),
+        "nat-prerouting": ((jump("services"),),),
+        "nat-output": ((jump("services"),),),
+        "nat-postrouting": (*to_count, (jump("masquerading"),)),
+        "filter-forward": (check,),
+        "filter-output": (check,),
     }
+    places = _BASE_CHAINS
+    if counted:
+        rules["nat-input"] = to_count
+        places = places | {"nat-input": _COUNTING_PLACE}
+    return [Chain(name, chain, places.get(name)) for name, chain in rules.items()]
 
 
-_COUNTING_BASE_CHAINS = {"nat-input": ("nat", "input", 100)}
-_COUNTING_CHAINS = ("count", "refuse-unserved")
-_FLOWTABLE_BASE_CHAINS = {"flow-offload": ("filter", "forward", 300)}
-"""After the filters of other tables: they see, and may drop, each packet that would add a flow."""
-
-
-def _base_chains(extras: Extras) -> BaseChains:
-    return (
-        BASE_CHAINS
-        | (_COUNTING_BASE_CHAINS if extras.counted else {})
-        | (_FLOWTABLE_BASE_CHAINS if extras.flowtable else {})
-    )
-
-
-def _flowtable(family: Family, devices: Iterable[str]) -> str:
-    """Replace the flowtable: `add` alone removes no device. The next packets of its flows add them again."""
-    (chain,) = _FLOWTABLE_BASE_CHAINS
-    table = f"{family.ip} {TABLE}"
-    flowtable = f"flowtable {table} {names.FLOWTABLE}"
-    hook = "hook ingress priority 0;"
-    listed = ", ".join(f'"{device}"' for device in devices)
-    rule = f"meta l4proto {{ tcp, udp }} ct state established flow add @{names.FLOWTABLE}"
-    return (
-        f"flush chain {table} {chain}\n"
-        f"add {flowtable} {{ {hook} }}\n"
-        f"delete {flowtable}\n"
-        f"add {flowtable} {{ {hook} devices = {{ {listed} }}; counter; }}\n"
-    ) + chain_text(family, chain, [rule])
-
-
-def _counted(chains: dict[str, list[str]], ip: str) -> dict[str, list[str]]:
-    """Return *chains* with those that count.
-
-    Refusals are counted by frontend only: other ports of a ClusterIP are refused by a chain that does not
-    count.
-    """
-    dialled = f"{ip} daddr . meta l4proto . th dport"
-    refuse = chains[names.REJECT]
-    to_count = "ct status dnat jump count"
-    changed = {
-        names.REJECT: [f"update @{names.REFUSED} {{ {dialled} counter }}", *refuse],
-        "cluster-ips-check": [
-            rule.replace(f"goto {names.REJECT}", "goto refuse-unserved")
-            for rule in chains["cluster-ips-check"]],
-        "nat-postrouting": [to_count, *chains["nat-postrouting"]],
-    }
-    return {
-        "count": counting.count_rules(ip), "refuse-unserved": refuse, **chains, **changed,
-        "nat-input": [to_count],
-    }  # fmt: skip
-
-
-def _record_rules(ip: str) -> list[str]:
+def _record_rules(family: Family) -> tuple[Rule, ...]:
     """Return the rules that lead a connection to the chain which records its client.
 
     nft knows the type of a conntrack port only after a match on one protocol.
     """
-    rules: list[str] = []
-    for protocol in Protocol:
-        match = f"meta l4proto {protocol.name.lower()}"
-        recorded = "meta l4proto . ct original proto-dst vmap"
-        rules.append(f"{match} ct original {ip} daddr . {recorded} @{names.RECORDED_VIPS}")
-        rules.append(
-            f"{match} ct original {ip} daddr @{names.NODE_IPS} {recorded} @{names.RECORDED_NODE_PORTS}"
+    dialled = original_destination(family)
+    port = (L4_PROTOCOL, ORIGINAL_PORT)
+    return tuple(
+        rule
+        for protocol in Protocol
+        for match in [equals(L4_PROTOCOL, protocol)]
+        for rule in (
+            (match, vmap((dialled, *port), names.RECORDED_VIPS)),
+            (match, among((dialled,), names.NODE_IPS), vmap(port, names.RECORDED_NODE_PORTS)),
         )
-    return rules
+    )
 
 
 def _leads_to(template: Template) -> list[Template]:
@@ -310,38 +265,37 @@ def _leads_to(template: Template) -> list[Template]:
     return [short, short._replace(policy="external")]
 
 
-def _template_rules(node: NodeView, template: Template) -> list[str]:
-    ip = node.family.ip
-    mark = f"meta mark set meta mark or {1 << node.masquerade_bit:#010x}"
-    rules: list[str] = []
+def _template_rules(node: NodeView, template: Template) -> tuple[Rule, ...]:
+    family = node.family
+    mark = set_mark(1 << node.masquerade_bit)
+    rules: list[Rule] = []
     if template.policy in ("cluster", "local"):
         if node.masquerade_all:
-            rules.append(mark)
+            rules.append((mark,))
         elif node.local_source is not None:
-            rules.append(f"{_from_pods(node.local_source, ip, negate=True)} {mark}")
+            rules.append((_from_pods(node.local_source, family, negate=True), mark))
     elif template.policy == "external":
-        rules.append(mark)
+        rules.append((mark,))
     elif template.policy == "external-local":
         short_circuit, external = _leads_to(template)
         if node.local_source is not None:
-            rules.append(f"{_from_pods(node.local_source, ip)} goto {short_circuit.name}")
-        rules.append(f"fib saddr type local goto {external.name}")
+            rules.append((_from_pods(node.local_source, family), goto(short_circuit.name)))
+        rules.append((is_local("saddr"), goto(external.name)))
         if not template.local:
-            return [*rules, "drop"]
-    address = "" if template.node_port else f"{ip} daddr . "
+            return (*rules, (DROP,))
+    address: Key = () if template.node_port else (destination_address(family),)
     maps = names.NODE_PORT_MAPS if template.node_port else names.VIP_MAPS
     if template.sticky:
         sticky = maps.sticky_local if template.policy == "external-local" else maps.sticky
-        rules.append(f"{address}meta l4proto . th dport vmap @{sticky}")
-    port = f"{template.protocol.name.lower()} dport"
-    count = template.local or template.cluster
+        rules.append((vmap((*address, L4_PROTOCOL, DESTINATION_PORT), sticky),))
+    number = random_number(template.local or template.cluster)
     endpoints = (maps.local_endpoints if template.local else maps.endpoints)[template.protocol]
-    rules.append(f"dnat {ip} to {address}{port} . numgen random mod {count} map @{endpoints}")
-    return rules
+    key = (*address, DESTINATION_PORT_OF[template.protocol], number)
+    return (*rules, (dnat_to_endpoint(family, key, endpoints),))
 
 
-def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
-    equals = "!= " if negate else ""
+def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> Statement:
+    compare = differs if negate else equals
     if source.cidr is not None:
-        return f"{ip} saddr {equals}{source.cidr}"
-    return f'iifname {equals}"{source.interface or f"{source.interface_prefix}*"}"'
+        return compare(source_address(family), source.cidr)
+    return compare(INPUT_INTERFACE, source.interface or f"{source.interface_prefix}*")

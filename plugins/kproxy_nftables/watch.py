@@ -18,5 +18,4 @@ def watch(own_ports: Collection[int], damaged: Damage) -> CommitWatch:
         for family, what in commit.summary(lambda change: change.table == TABLE).items():
             damaged(family, what)
 
-    # libnftables may open another socket after the filter is installed: hence also *own*.
     return CommitWatch("nftables-watch", own_ports, judge, Family, damaged, ignore=own_ports)

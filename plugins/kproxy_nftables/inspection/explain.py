@@ -5,7 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.backend.errors import BackendError
-from kproxy_core.host.libnftables.texts import Crashed, list_table
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.libnftables.texts import Crashed, list_chain, list_table
+from kproxy_core.host.nftables.objects import Chain, HeldTable
+from kproxy_core.host.nftables.rules import Rule, rule_text
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -14,10 +17,12 @@ from kproxy_nftables.inspection import kube_proxy
 from kproxy_nftables.inspection.kube_proxy import KubeProxyTable
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
+from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template
 from kproxy_nftables.owned_chains import all_owned
+from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements
 
+_UNREAD = "a rule that kproxy does not write"
 _FEW = 1000
 """Questions for which single elements are read; 1,000 take as long as all elements of 10,000 Services."""
 
@@ -29,7 +34,7 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     family = questions[0].node.family
     with Kernel() as kernel:
         try:
-            table = _kube_proxys(kernel, family) or _InKernel(kernel, family, whole=len(questions) > _FEW)
+            table = _kube_proxys(kernel, family) or _InKernel(kernel, questions)
         except Crashed as error:
             unread = KernelObject(f"table {family.ip} {kube_proxy.TABLE}", str(error))
             return [KernelSide((unread,)) for _ in questions]
@@ -58,16 +63,18 @@ def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
 class _InKernel(Table):
     """The kernel's table. The rules are read once, elements when they are needed."""
 
-    def __init__(self, kernel: Kernel, family: Family, *, whole: bool) -> None:
-        """*whole*: read all elements of a container with the first. Raises BackendError."""
+    def __init__(self, kernel: Kernel, questions: Sequence[Question]) -> None:
+        """Raises BackendError."""
+        family = questions[0].node.family
         self._kernel = kernel
         self._family = family
-        self._whole = whole
+        self._whole = len(questions) > _FEW
+        """Read all elements of a container with the first."""
         self._elements: dict[str, dict[bytes, Value]] = {}
-        rules = listed_rules(kernel.rules_text(family).splitlines())
-        if not rules:
+        held = kernel.held(family, ())
+        if held is None:
             raise BackendError(f"neither table {family.ip} {TABLE} nor {family.ip} {kube_proxy.TABLE} exists")
-        super().__init__(rules)
+        super().__init__(_texts(held, questions))
 
     def find(self, container: str, key: bytes) -> Value:
         if not self._whole or container == SERVICE_CIDRS:
@@ -83,8 +90,11 @@ class _Written(Table):
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
         self._service_cidrs = node.service_cidrs
         plans = [plan] if plan else []
-        rules = skeleton.rules_text(node, skeleton.templates_of(plans), all_owned(plans))
-        super().__init__(written_rules(rules.splitlines()))
+        layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans))
+        super().__init__({
+            chain.name: [rule_text(rule) for rule in chain.rules]
+            for chain in layout.values() if isinstance(chain, Chain)
+        })  # fmt: skip
         wanted = node_elements(node)
         for one in plans:
             wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
@@ -96,14 +106,40 @@ class _Written(Table):
         return self._elements[container, key]
 
 
-def written_rules(commands: Iterable[str]) -> dict[str, list[str]]:
-    """Return the rules of each chain, from the *commands* that add them."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for command in commands:
-        if command.startswith("add rule "):
-            _, _, _, _, chain, rule = command.split(" ", 5)
-            found[chain].append(rule)
+def _texts(held: HeldTable, questions: Sequence[Question]) -> dict[str, list[str]]:
+    """Return the rules of each chain in *held* as nft writes them, with handles.
+
+    Rules that a sync would not write for *questions* are listed by libnftables, if it can read our table.
+    """
+    templates = {template for name in held.chains if (template := parse_template(name)) is not None}
+    owned = all_owned(question.plan for question in questions if question.plan is not None)
+    node = questions[0].node
+    known: dict[str, list[Rule]] = defaultdict(list)
+    for counted in (False, True):
+        for item in skeleton.layout(node, templates, owned, Extras(counted)).values():
+            if isinstance(item, Chain):
+                known[item.name] += item.rules
+    found: dict[str, list[str]] = {}
+    for chain, rules in held.rules.items():
+        texts = [next((rule_text(one) for one in known[chain] if rule.is_(one)), "") for rule in rules]
+        found[chain] = [f"{text} # handle {rule.handle}" for text, rule in zip(texts, rules, strict=True)]
+        if not all(texts):
+            foreign = _listed(node.family, chain)
+            found[chain] = [
+                line if text else foreign.get(rule.handle, f"{_UNREAD} # handle {rule.handle}")
+                for text, line, rule in zip(texts, found[chain], rules, strict=True)
+            ]
     return found
+
+
+def _listed(family: Family, chain: str) -> dict[int, str]:
+    """Return the rules of a *chain* by handle, as libnftables lists them; none if it cannot."""
+    try:
+        text = list_chain(family.ip, TABLE, chain, ["handle_output"])
+    except HostError:
+        return {}
+    rules = listed_rules(text.splitlines()).get(chain, ())
+    return {int(number): rule for rule in rules if (number := rule.rpartition("# handle ")[2]).isdecimal()}
 
 
 def listed_rules(lines: Iterable[str]) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from kproxy_core.backend.api import Update
+from kproxy_core.host.nftables.objects import commands_text, difference
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Contents, compare_all
@@ -20,7 +21,8 @@ _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
     """Return the commands that bring an empty kernel to *update*."""
     node, plans = update.node, update.plans.values()
-    rules = skeleton.rules_text(node, skeleton.templates_of(plans), all_owned(plans), extras)
+    layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans), extras)
+    rules = commands_text(difference(skeleton.table(update.family), layout, None))
     empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
     _, _, adds = compare_all(update.plans, node_elements(node), empty)
     return rules + elements_text(update.family, adds)

@@ -2,6 +2,7 @@
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import BackendError
+from kproxy_core.host.nftables.objects import Table
 from kproxy_core.model.address import Family
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import TABLE
@@ -33,7 +34,7 @@ def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
             table = f"table {family.ip} {name}"
             try:
                 if not dry_run:
-                    kernel.apply_text(f"delete {table}\n")
+                    kernel.run([Table(family, name).delete()])
                 removed.append(table)
             except BackendError as error:
                 errors.append(f"{table}: {error}")

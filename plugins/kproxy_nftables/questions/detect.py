@@ -1,21 +1,30 @@
 """Requirements of the mode, tried in the kernel wherever that is harmless."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import privileges
 from kproxy_core.host.attempts import Attempts
 from kproxy_core.host.modules import Modules, kernel_version
+from kproxy_core.host.nftables.objects import Command
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
-from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
+from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.questions.features import FEATURES, FLOW_OFFLOAD, PERMISSION, Feature, is_permission
+from kproxy_nftables.questions.features import (
+    FEATURES,
+    FLOW_OFFLOAD,
+    PERMISSION,
+    Feature,
+    is_permission,
+    trial_of,
+)
 from kproxy_nftables.settings import read_settings
+
+_Run = Callable[[Sequence[Command]], None]
 
 _MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)
@@ -36,7 +45,7 @@ _TEMPLATES = tuple(
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Check privileges and the Python binding, then try each feature, and the rules themselves.
+    """Check privileges, then try each feature, and the rules themselves.
 
     Without a *trial*, the kernel checks the rules without applying them. Raises InvalidOption.
     """
@@ -44,47 +53,46 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     allowed = "CAP_NET_ADMIN" in privileges.held()
     why_not = "permission denied" if trial is None else trial.enter()
     inside = not why_not
-    kernel = Kernel(check_only=not inside)
+    kernel = Kernel()
+    run = kernel.run if inside else kernel.check
     attempts = Attempts(Modules(_OPTIONS), why_not="" if allowed else why_not, load_modules=load_modules)
     try:
-        binding = _binding(kernel, attempts)
-        if not binding.met:
-            return Detection(_MODE, (_version(()), _privilege(allowed), binding))
         rules = [
             rule
             for family in settings.families
-            for rule in _tried(kernel, attempts, family, FEATURES if inside else ())
+            for rule in _tried(run, attempts, family, FEATURES if inside else ())
         ]
         offload = [
-            _as_option(_try(kernel, attempts, family, FLOW_OFFLOAD))
+            _as_option(_try(run, attempts, family, FLOW_OFFLOAD))
             for family in settings.families if inside and options.flowtable
         ]
     finally:
         kernel.close()
-    return Detection(_MODE, (_version(rules), _privilege(allowed), binding, *rules, *offload))
+    return Detection(_MODE, (_version(rules), _privilege(allowed), *rules, *offload))
 
 
 def _tried(
-    kernel: Kernel, attempts: Attempts, family: Family, features: Iterable[Feature]
+    run: _Run, attempts: Attempts, family: Family, features: Iterable[Feature]
 ) -> Iterator[Requirement]:
     """Try each of *features*, then all rules together."""
     ip = family.ip
     for feature in features:
-        yield _try(kernel, attempts, family, feature)
+        yield _try(run, attempts, family, feature)
     node = NodeView(
         family=family, name="check", local_source=LocalSource(cidr=_POD_CIDR[family]),
         node_ports_anywhere=True,
     )
-    rules = skeleton.skeleton(node) + skeleton.templates(node, _TEMPLATES)
+    objects = skeleton.layout(node, _TEMPLATES, {}).values()
     needed = dict.fromkeys(module for feature in FEATURES for module in feature.modules_of(family))
     yield attempts.attempt(
-        f"{ip}: all rules of the mode", _BASE, partial(_refusal, kernel, rules), rests_on=tuple(needed))
+        f"{ip}: all rules of the mode", _BASE, partial(_refusal, run, trial_of(family, objects)),
+        rests_on=tuple(needed))
 
 
-def _try(kernel: Kernel, attempts: Attempts, family: Family, feature: Feature) -> Requirement:
+def _try(run: _Run, attempts: Attempts, family: Family, feature: Feature) -> Requirement:
     return attempts.attempt(
         f"{family.ip}: {feature.what}", feature.modules_of(family),
-        partial(_refusal, kernel, feature.text(family)), rests_on=_BASE)  # fmt: skip
+        partial(_refusal, run, trial_of(family, feature.objects(family))), rests_on=_BASE)  # fmt: skip
 
 
 def _as_option(found: Requirement) -> Requirement:
@@ -99,18 +107,6 @@ def _privilege(held: bool) -> Requirement:
     return Requirement("CAP_NET_ADMIN", held, "held" if held else "not held", "" if held else PERMISSION)
 
 
-def _binding(kernel: Kernel, attempts: Attempts) -> Requirement:
-    what = "nftables Python binding"
-    if attempts.modules.not_loaded(["nfnetlink"]) and not attempts.load_modules:
-        met = find_spec("nftables") is not None
-        found = "installed, version not read because that would load nfnetlink"
-        return Requirement(what, met, found if met else "not installed", "" if met else BINDING_REMEDY, met)
-    try:
-        return Requirement(what, True, kernel.library_version())
-    except Unsupported as missing:
-        return Requirement(what, False, str(missing.__cause__), BINDING_REMEDY)
-
-
 def _version(rules: Sequence[Requirement]) -> Requirement:
     """Return the requirement of a kernel version. An older kernel that accepts all rules meets it as well."""
     needed = ".".join(map(str, _OLDEST_KERNEL))
@@ -123,9 +119,9 @@ def _version(rules: Sequence[Requirement]) -> Requirement:
     return Requirement(f"Linux {needed} or newer", False, found, f"use Linux {needed} or newer", guessed=True)
 
 
-def _refusal(kernel: Kernel, text: str) -> str:
+def _refusal(run: _Run, commands: Sequence[Command]) -> str:
     try:
-        kernel.apply_text(text)
+        run(commands)
     except SyncFailed as refused:
         return "permission denied" if is_permission(refused) else str(refused)
     return ""

@@ -1,11 +1,44 @@
-"""The nf_tables features that the rules need, each with the smallest text that requires it."""
+"""The nf_tables features that the rules need, each with the smallest objects that require it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.model.address import Family
+from kproxy_core.host.nftables.objects import (
+    DORMANT,
+    OWNER,
+    PERSIST,
+    Chain,
+    Command,
+    Container,
+    Flowtable,
+    Object,
+    Place,
+    Table,
+)
+from kproxy_core.host.nftables.rules import (
+    DESTINATION_PORT,
+    DESTINATION_PORT_OF,
+    DROP,
+    L4_PROTOCOL,
+    MASQUERADE,
+    RESET,
+    VERDICT,
+    among,
+    ct_state,
+    ct_status,
+    destination_address,
+    dnat_to_endpoint,
+    equals,
+    is_local,
+    offload,
+    original_destination,
+    random_number,
+    reject,
+    vmap,
+)
+from kproxy_core.model.address import Family, Protocol
 from kproxy_nftables.kernel import Kernel
 
 TABLE = "kproxy-check"
@@ -18,81 +51,103 @@ class Feature(NamedTuple):
     what: str
     modules: tuple[str, ...]
     """Modules that provide it; ``{v}`` is 4 or 6."""
-    lines: tuple[str, ...]
-    """Commands that need it; ``{ip}`` is the family, ``{t}`` the table, ``{r}`` begins a rule."""
+    objects: Callable[[Family], Sequence[Object]]
+    """Return objects that need it."""
 
     def modules_of(self, family: Family) -> tuple[str, ...]:
         version = "4" if family is Family.IPV4 else "6"
         return tuple(module.format(v=version) for module in self.modules)
 
-    def text(self, family: Family, *, flags: str = "") -> str:
-        """Return the commands that create a table with this feature only. *flags* are the table's."""
-        ip = family.ip
-        where = f"{ip} {TABLE}"
-        head = (f"add table {where} {{ {flags} }}", f"add chain {where} rules")
-        lines = (line.format(ip=ip, t=where, r=f"add rule {where} rules") for line in self.lines)
-        return "".join(f"{line}\n" for line in (*head, *lines))
+
+def trial_of(family: Family, objects: Iterable[Object], *, flags: int = 0) -> list[Command]:
+    """Return one transaction that creates a table of *objects*, with *flags*, and deletes it."""
+    table = Table(family, TABLE, flags=flags)
+    return [table.create(), *table.write(objects), table.delete()]
+
+
+def _nat_chains(_: Family) -> list[Object]:
+    places = (("prerouting", -100), ("output", -100), ("postrouting", 100))
+    return [Chain(hook, (), Place("nat", hook, priority)) for hook, priority in places]
+
+
+def _verdict_map(family: Family) -> list[Object]:
+    key = (destination_address(family), L4_PROTOCOL, DESTINATION_PORT)
+    return [Container("vips", key, (VERDICT,)), Chain("rules", ((vmap(key, "vips"),),))]
+
+
+def _random_endpoint(family: Family) -> list[Object]:
+    address, port = destination_address(family), DESTINATION_PORT_OF[Protocol.TCP]
+    key = (address, port, random_number(2))
+    endpoints = Container("endpoints", (address, port, random_number(1)), (address, port))
+    return [endpoints, Chain("rules", ((dnat_to_endpoint(family, key, "endpoints"),),))]
+
+
+def _local_addresses(_: Family) -> list[Object]:
+    return [Chain("rules", ((is_local("daddr"), DROP),))]
+
+
+def _masquerade(_: Family) -> list[Object]:
+    return [Chain("rules", ((MASQUERADE,),))]
+
+
+def _reject(family: Family) -> list[Object]:
+    return [Chain("rules", ((equals(L4_PROTOCOL, Protocol.TCP), RESET), (reject(family),)))]
+
+
+def _conntrack(family: Family) -> list[Object]:
+    known = among((original_destination(family),), "known")
+    rule = (ct_state("new"), ct_status("dnat"), known, DROP)
+    return [Container("known", (destination_address(family),)), Chain("rules", (rule,))]
+
+
+def _networks(family: Family) -> list[Object]:
+    key = (destination_address(family),)
+    return [Container("networks", key, interval=True), Chain("rules", ((among(key, "networks"), DROP),))]
+
+
+def _flowtable(_: Family) -> list[Object]:
+    return [Flowtable("flows", ()), Chain("rules", ((offload("flows"),),))]
 
 
 FEATURES = (
-    Feature("chains of type nat", ("nft_chain_nat",), tuple(
-        f"add chain {{t}} {hook} {{{{ type nat hook {hook} priority {priority}; }}}}"
-        for hook, priority in (("prerouting", -100), ("output", -100), ("postrouting", 100))
-    )),
-    Feature("verdict map of addresses and ports", (), (
-        "add map {t} vips {{ typeof {ip} daddr . meta l4proto . th dport : verdict; }}",
-        "{r} {ip} daddr . meta l4proto . th dport vmap @vips",
-    )),
-    Feature("dnat by a random number in a concatenation", ("nft_numgen", "nft_nat"), (
-        "add map {t} endpoints"
-        " {{ typeof {ip} daddr . tcp dport . numgen random mod 1 : {ip} daddr . tcp dport; }}",
-        "{r} dnat {ip} to {ip} daddr . tcp dport . numgen random mod 2 map @endpoints",
-    )),
-    Feature("fib lookup of local addresses", ("nft_fib", "nft_fib_ipv{v}"), (
-        "{r} fib daddr type local drop",
-    )),
-    Feature("masquerade", ("nft_masq",), ("{r} masquerade fully-random",)),
-    Feature("reject", ("nft_reject", "nft_reject_ipv{v}"), (
-        "{r} meta l4proto tcp reject with tcp reset", "{r} reject",
-    )),
-    Feature("conntrack state and original destination", ("nft_ct", "nf_conntrack"), (
-        "add set {t} known {{ typeof {ip} daddr; }}",
-        "{r} ct state new ct status dnat ct original {ip} daddr @known return",
-    )),
-    Feature("sets of networks", (), (
-        "add set {t} networks {{ typeof {ip} daddr; flags interval; }}", "{r} {ip} daddr @networks drop",
-    )),
-)  # fmt: skip
-
+    Feature("chains of type nat", ("nft_chain_nat",), _nat_chains),
+    Feature("verdict map of addresses and ports", (), _verdict_map),
+    Feature("dnat by a random number in a concatenation", ("nft_numgen", "nft_nat"), _random_endpoint),
+    Feature("fib lookup of local addresses", ("nft_fib", "nft_fib_ipv{v}"), _local_addresses),
+    Feature("masquerade", ("nft_masq",), _masquerade),
+    Feature("reject", ("nft_reject", "nft_reject_ipv{v}"), _reject),
+    Feature("conntrack state and original destination", ("nft_ct", "nf_conntrack"), _conntrack),
+    Feature("sets of networks", (), _networks),
+)
 
 FLOW_OFFLOAD = Feature(
-    "flowtable", ("nf_flow_table", "nf_flow_table_inet", "nft_flow_offload"), (
-        "add flowtable {t} flows {{ hook ingress priority 0; counter; }}",
-        "{r} flow add @flows",
-    ))
+    "flowtable", ("nf_flow_table", "nf_flow_table_inet", "nft_flow_offload"), _flowtable)
 """Needed by the option `flowtable` only."""
 
 
-def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) -> str:
-    """Return one transaction that creates *features* and deletes them. It never affects a packet."""
-    features = tuple(features)
-    text = ""
-    for family in families:
-        text += "".join(feature.text(family, flags="flags dormant;") for feature in features)
-        text += f"delete table {family.ip} {TABLE}\n"
-    return text
+def can_own(kernel: Kernel) -> bool:
+    """Return whether only its owner can change a table here, which outlives that owner (Linux 6.9)."""
+    table = Table(Family.IPV4, TABLE, flags=DORMANT | OWNER | PERSIST)
+    try:
+        kernel.check([table.create()])
+    except SyncFailed:
+        return False
+    return True
 
 
 def lacking(kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES) -> list[str]:
-    """Return the features that *kernel* lacks. Makes no lasting change."""
+    """Return the features that *kernel* lacks. Makes no lasting change, and never affects a packet."""
     with suppress(SyncFailed):
-        kernel.apply_text(check(families, features))
+        kernel.run([
+            command for family in families for feature in features
+            for command in trial_of(family, feature.objects(family), flags=DORMANT)
+        ])  # fmt: skip
         return []
     problems = []
     for family in families:
         for feature in features:
             try:
-                kernel.apply_text(check([family], [feature]))
+                kernel.run(trial_of(family, feature.objects(family), flags=DORMANT))
             except SyncFailed as refused:
                 if is_permission(refused):
                     return [f"permission denied, {PERMISSION}"]

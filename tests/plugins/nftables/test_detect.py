@@ -1,25 +1,30 @@
 """Detection of the mode's requirements on this machine."""
 
 import subprocess
-import sys
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import privileges, trial
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages
+from kproxy_core.host.netlink.nf_tables import KIND
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.nftables.objects import DORMANT, Chain
+from kproxy_core.host.nftables.rules import Expression, Statement
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions import features
 from kproxy_nftables.questions.detect import detect
 from kproxy_nftables.questions.features import FEATURES, Feature, lacking
 
 pytestmark = pytest.mark.usefixtures("netns")
 
 BOTH = BackendSettings(families=tuple(Family))
-UNHEARD = Feature("quantum lookup", (), ("{r} quantum daddr type local drop",))
+NEWTABLE = KIND | 0
+NFNLGRP_NFTABLES = 7
+QUANTUM = Statement("quantum", (Expression("quantum", {}),))
+UNHEARD = Feature("quantum lookup", (), lambda family: [Chain("rules", ((QUANTUM,),))])
 
 
 def nft(command: str) -> str:
@@ -34,7 +39,6 @@ def tried() -> Detection:
 def test_each_feature_is_tried_in_a_namespace_and_leaves_no_trace() -> None:
     found = tried()
     assert found.usable, found.because
-    assert "libnftables" in found.because
     assert not [requirement for requirement in found.requirements if requirement.guessed]
     names = {requirement.what for requirement in found.requirements}
     assert {f"ip6: {feature.what}" for feature in FEATURES} < names
@@ -72,15 +76,6 @@ def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPa
     assert {r.guessed for r in found.requirements if r.what.endswith("of the mode")} == {True}
 
 
-def test_without_the_binding_the_remedy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nftables", None)
-    found = tried()
-    assert found.refuted
-    assert "install python3-nftables" in found.because
-    with pytest.raises(Unsupported, match="install python3-nftables"):
-        NftablesBackend(BOTH).kproxy_begin()
-
-
 def test_starting_a_backend_tries_the_features_and_leaves_no_trace() -> None:
     backend = NftablesBackend(BOTH)
     assert backend.kproxy_begin()
@@ -91,13 +86,24 @@ def test_starting_a_backend_tries_the_features_and_leaves_no_trace() -> None:
 def test_a_missing_feature_is_named() -> None:
     kernel = Kernel()
     first, second = lacking(kernel, tuple(Family), (*FEATURES, UNHEARD))
-    assert first.startswith("no quantum lookup in family ip (nft: Error: ")
+    assert first.startswith(
+        "no quantum lookup in family ip (nf_tables refuses 'add rule ip kproxy-check rules quantum': ")
     assert second.startswith("no quantum lookup in family ip6 ")
     kernel.close()
 
 
 def test_a_check_never_affects_packets() -> None:
-    assert features.check([Family.IPV4]).count("flags dormant") == len(FEATURES)
+    tables: list[dict[int, bytes]] = []
+    announced = NetlinkSocket.open(NETLINK_NETFILTER, groups=[NFNLGRP_NFTABLES])
+    with Kernel() as kernel, announced:
+        assert lacking(kernel, tuple(Family)) == []
+        for data in announced.pending()[0]:
+            tables += [
+                attributes(data, start + NFGENMSG.size, end)
+                for kind, _, _, start, end in messages(data) if kind == NEWTABLE
+            ]
+    assert [table[1] for table in tables] == [b"kproxy-check\0"] * 2 * len(FEATURES)
+    assert {int.from_bytes(table[2], "big") & DORMANT for table in tables} == {DORMANT}
 
 
 WITH_FLOWTABLE = BackendSettings(families=tuple(Family), options={"flowtable": ["lo"]})

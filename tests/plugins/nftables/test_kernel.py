@@ -3,7 +3,7 @@
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ from hypothesis import HealthCheck, given, settings
 
 from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.netlink.nf_tables import transaction
 from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.nftables.objects import Chain, Command, Table
+from kproxy_core.host.nftables.rules import jump
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -30,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("netns")
 
 BOTH = BackendSettings(families=tuple(Family))
 Plans = dict[ServicePortKey, ServicePlan]
+
+_VIPS = "add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }"
 
 NODES = {
     Family.IPV4: node_view(
@@ -145,15 +150,15 @@ def test_a_second_full_sync_commits_nothing(backend: NftablesBackend, family: Fa
 def test_rules_that_another_process_changed_during_the_write_are_written_again(
     backend: NftablesBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply_text = Kernel.apply_text
+    write = Kernel.fill
 
-    def apply_and_be_disturbed(kernel: Kernel, text: str) -> None:
-        apply_text(kernel, text)
-        if "nat-output" in text:
-            nft("flush chain ip kproxy nat-output")
+    def write_and_be_disturbed(kernel: Kernel, *arguments: Any) -> int:
+        written = write(kernel, *arguments)
+        nft("flush chain ip kproxy nat-output")
+        return written
 
     with monkeypatch.context() as disturbed:
-        disturbed.setattr(Kernel, "apply_text", apply_and_be_disturbed)
+        disturbed.setattr(Kernel, "fill", write_and_be_disturbed)
         resync(backend, rich())
     assert "jump services" not in nft("list chain ip kproxy nat-output")
     resync(backend, rich())
@@ -333,10 +338,10 @@ class ReluctantKernel(Kernel):
 
     busy = False
 
-    def apply_text(self, text: str) -> None:
-        if self.busy and text.startswith("delete chain"):
-            raise SyncFailed("nft: Error: Could not process rule: Device or resource busy")
-        super().apply_text(text)
+    def run(self, commands: Sequence[Command]) -> None:
+        if self.busy and any(command.text.startswith("delete chain") for command in commands):
+            raise SyncFailed("nf_tables refuses 'delete chain': Device or resource busy")
+        super().run(commands)
 
 
 def test_busy_objects_are_deleted_at_the_next_change_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,31 +381,29 @@ def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
 
 def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
-    kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
+    nft(_VIPS)
     old: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
     new: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "accept") for n in range(2500, 7500)]
     kernel.write(Family.IPV4, [], old)
-    transactions = list(batch.batches(Family.IPV4, old, new, limit=100_000))
-    assert len(transactions) > 1
-    assert all(len(data) <= 100_000 for data, _ in transactions)
+    parts = list(batch.requests(Family.IPV4, old, new, 100_000, batch.MOST_ELEMENTS))
+    assert len(parts) > 1
+    assert all(len(transaction(part)[0]) <= 100_000 for part in parts)
     monkeypatch.setattr(NetlinkSocket, "send_limit", 100_000)
     kernel.write(Family.IPV4, old, new)
     assert kernel.elements(Family.IPV4, names.VIPS) == {key: value for _, key, value in new}
     kernel.close()
 
 
-def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(batch, "MOST_ELEMENTS", 2)
+def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before() -> None:
     endpoints = names.VIP_ENDPOINTS[Protocol.TCP]
     elements: list[Element] = [
         (names.CLUSTER_IPS, b"ip11", None), (names.VIPS, b"ip11tcp.port1", "drop"),
         (endpoints, b"ip11port0001", b"ip22port"), (endpoints, b"ip11port0002", b"ip22port")]
 
     def containers(deletes: list[Element], adds: list[Element]) -> list[set[str]]:
-        return [{name for name in (names.CLUSTER_IPS, names.VIPS, endpoints) if f"{name}\0".encode() in data}
-                for data, _ in batch.batches(Family.IPV4, deletes, adds, limit=1 << 20)]
+        return [{name for name in (names.CLUSTER_IPS, names.VIPS, endpoints)
+                 if f"{name}\0".encode() in transaction(part)[0]}
+                for part in batch.requests(Family.IPV4, deletes, adds, 1 << 20, 2)]
 
     assert containers([], elements) == [{endpoints}, {names.VIPS, names.CLUSTER_IPS}]
     assert containers(elements, []) == [{names.VIPS, names.CLUSTER_IPS}, {endpoints}]
@@ -411,12 +414,12 @@ def test_a_first_fill_that_the_kernel_refuses_ends_there(netns: None) -> None:
     last: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000, 5010)]
     unknown: list[Element] = [(names.NODE_IPS, b"ip11", None)]
     with Kernel() as kernel:
-        kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
-        assert kernel.fill(Family.IPV4, [first, [], last]) == 5010
+        nft(_VIPS)
+        assert kernel.fill(Family.IPV4, [first, [], last], []) == 5010
         assert kernel.elements(Family.IPV4, names.VIPS).keys() == {key for _, key, _ in first + last}
-        kernel.apply_text("flush map ip kproxy vips")
+        nft("flush map ip kproxy vips")
         with pytest.raises(SyncFailed, match="No such file"):
-            kernel.fill(Family.IPV4, [first, unknown, last])
+            kernel.fill(Family.IPV4, [first, unknown, last], [])
         assert kernel.elements(Family.IPV4, names.VIPS).keys() == {key for _, key, _ in first}
 
 
@@ -424,7 +427,7 @@ def test_a_first_fill_that_the_kernel_refuses_ends_there(netns: None) -> None:
 def test_a_map_that_the_kernel_is_still_resizing_is_read_completely(attempt: int) -> None:
     """Soon after many additions, a dump lacks about a tenth of them."""
     kernel = Kernel()
-    kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
+    nft(_VIPS)
     written = {(n * 3 + attempt).to_bytes(4, "big"): "accept" for n in range(100_000)}
     kernel.write(Family.IPV4, [], [(names.VIPS, key, value) for key, value in written.items()])
     assert kernel.elements(Family.IPV4, names.VIPS) == written
@@ -434,13 +437,17 @@ def test_a_map_that_the_kernel_is_still_resizing_is_read_completely(attempt: int
 def test_a_missing_table_has_no_elements() -> None:
     kernel = Kernel()
     assert contents() == []
-    assert kernel.unwanted(Family.IPV4, ()) == (set(), set(), set())
+    assert kernel.held(Family.IPV4, ()) is None
     kernel.close()
 
 
-def test_errors_hold_the_message_of_nft() -> None:
-    with pytest.raises(SyncFailed, match=r"No such file or directory"):
-        Kernel().apply_text("add rule ip nowhere nothing drop")
+def test_a_refused_rule_is_named_with_the_kernels_reason() -> None:
+    rule = (jump("nowhere"),)
+    table = Table(Family.IPV4, names.TABLE)
+    refused = "nf_tables refuses 'add rule ip kproxy lost jump nowhere': No such file or directory"
+    with Kernel() as kernel, pytest.raises(SyncFailed, match=refused):
+        kernel.run([table.create(), *table.write([Chain("lost", (rule,))])])
+    assert nft("list tables") == ""
 
 
 def test_cleanup_deletes_our_tables_and_kube_proxys_only(backend: NftablesBackend) -> None:
@@ -467,12 +474,15 @@ def test_a_change_writes_as_much_at_any_number_of_services(
             plans(NODES[Family.IPV4], svc, endpoint_slice(f"web{number}", "10.244.2.1", "10.244.2.2"))
         )
     resync(backend, wanted)
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
     real: Callable[..., None] = Kernel.write
 
-    def counted(self: Kernel, family: Family, deletes: list[Element], adds: list[Element]) -> None:
-        asked.append((len(deletes), len(adds)))
-        real(self, family, deletes, adds)
+    def counted(
+        self: Kernel, family: Family, deletes: list[Element], adds: list[Element],
+        commands: Sequence[Command] = (),
+    ) -> None:  # fmt: skip
+        asked.append((len(commands), len(deletes), len(adds)))
+        real(self, family, deletes, adds, commands)
 
     monkeypatch.setattr(Kernel, "write", counted)
     monkeypatch.setattr(Kernel, "_dump", None)  # listing anything would fail
@@ -482,11 +492,11 @@ def test_a_change_writes_as_much_at_any_number_of_services(
         endpoint_slice("web7", "10.244.2.1", "10.244.2.9"),
     )
     change(backend, dict(changed))
-    assert asked[0] == (1, 1)
+    assert asked[0] == (0, 1, 1)
 
 
 def test_the_owner_of_a_foreign_table_is_named() -> None:
-    kernel = Kernel()
+    kernel, table = Kernel(), Table(Family.IPV4, names.TABLE)
     command = ["nft", "--interactive"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None
@@ -496,7 +506,7 @@ def test_the_owner_of_a_foreign_table_is_named() -> None:
             assert owner.poll() is None
         owned = f"table ip {names.TABLE} is owned by another process, nft[{owner.pid}]"
         with pytest.raises(SyncFailed, match=f"Operation not permitted.*{re.escape(owned)}"):
-            kernel.apply_text(f"add chain ip {names.TABLE} mine")
+            kernel.run(list(table.write([Chain("mine")])))
         owner.stdin.close()
-    kernel.apply_text(f"add table ip {names.TABLE}; add chain ip {names.TABLE} mine")
+    kernel.run([table.create(), *table.write([Chain("mine")])])
     kernel.close()
