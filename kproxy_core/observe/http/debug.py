@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
+from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow, Turn
 from kproxy_core.observe.logs import stacks
 
 _LONGEST_PROFILE = 300.0
@@ -19,6 +19,7 @@ _PROFILES = {
 }
 
 _HTML = "text/html; charset=utf-8"
+_ANOTHER = Answer(409, b"another profile is being taken\n")
 
 
 class Debug:
@@ -44,8 +45,8 @@ class Debug:
 
         as_text = dict(request.options).get("debug", "") not in ("", "0")
 
-        def make(seconds: float) -> Answer:
-            profile = profiling.sample(seconds)
+        def make(seconds: float, abandoned: threading.Event) -> Answer:
+            profile = profiling.sample(seconds, abandoned)
             if as_text:
                 return Answer(200, "".join(f"{line}\n" for line in profiling.folded(profile)).encode())
             return Answer(
@@ -56,25 +57,30 @@ class Debug:
         return self._slow(request, 30.0, make)
 
     def _heap(self, request: Request) -> Answer | Slow:
-        return self._slow(request, 10.0, lambda seconds: Answer(200, _allocations(seconds).encode()))
+        return self._slow(request, 10.0, lambda seconds, abandoned: Answer(
+            200, _allocations(seconds, abandoned).encode()))
 
-    def _slow(self, request: Request, default: float, make: Callable[[float], Answer]) -> Answer | Slow:
+    def _slow(
+        self, request: Request, default: float, make: Callable[[float, threading.Event], Answer]
+    ) -> Answer | Slow:
         try:
             seconds = float(dict(request.options).get("seconds") or default)
         except ValueError:
             seconds = -1.0
         if not 0 < seconds <= _LONGEST_PROFILE:
             return Answer(400, f"seconds must be more than 0 and at most {_LONGEST_PROFILE:g}\n".encode())
-        if not self._busy.acquire(blocking=False):
-            return Answer(409, b"another profile is being taken\n")
+        if self._busy.locked():
+            return _ANOTHER
 
-        def make_and_release() -> Answer:
+        def make_alone(abandoned: threading.Event) -> Answer:
+            if not self._busy.acquire(blocking=False):
+                return _ANOTHER
             try:
-                return make(seconds)
+                return make(seconds, abandoned)
             finally:
                 self._busy.release()
 
-        return Slow(make_and_release, seconds)
+        return Slow(make_alone, seconds, Turn.AT_ONCE)
 
     def _verbosity(self, request: Request) -> Answer:
         if request.method != "PUT":
@@ -93,14 +99,13 @@ def _index(path: str, entries: dict[str, str]) -> bytes:
     return f"{page}\n<ul>\n{rows}</ul></body></html>\n".encode()
 
 
-def _allocations(seconds: float) -> str:
+def _allocations(seconds: float, abandoned: threading.Event) -> str:
     """Return the lines that allocated most of the memory allocated within *seconds* and kept."""
-    import time
     import tracemalloc
 
     tracemalloc.start(_FRAMES_OF_AN_ALLOCATION)
     try:
-        time.sleep(seconds)
+        abandoned.wait(seconds)
         statistics = tracemalloc.take_snapshot().statistics("traceback")
     finally:
         tracemalloc.stop()

@@ -1,6 +1,8 @@
 """HTTP/1 requests and answers as values. No I/O."""
 
-from collections.abc import Callable
+import enum
+import threading
+from collections.abc import Callable, Hashable
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import parse_qsl
@@ -30,12 +32,25 @@ class Answer(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Slow(NamedTuple):
-    """An answer that takes long, and is made on a thread of its own."""
+class Turn(enum.Enum):
+    """The order in which slow answers are made, most urgent first."""
 
-    make: Callable[[], Answer]
+    AT_ONCE = 0
+    """Beside others: it takes hardly any CPU time, and its handler refuses a second one."""
+    FIRST = 1
+    IN_ORDER = 2
+
+
+class Slow(NamedTuple):
+    """An answer that takes long, and is made on another thread."""
+
+    make: Callable[[threading.Event], Answer]
+    """Called with an event that is set once no client waits for the answer."""
     seconds: float
     """Upper bound of the time it takes."""
+    turn: Turn
+    same: Hashable = None
+    """Requests with the same value get the same answer; None: each gets its own."""
 
 
 Handler = Callable[[Request], Answer | Slow]

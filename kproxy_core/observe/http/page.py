@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
+from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow, Turn
 
 PAGE = "/debug/kproxy/"
 _LONGEST = 10.0
@@ -34,9 +34,9 @@ def page_handlers(
     return {
         PAGE.removesuffix("/"): lambda _: Answer(302, b"", headers=(("Location", PAGE),)),
         PAGE: lambda _: _page(),
-        f"{PAGE}status.json": lambda _: _json(status),
-        f"{PAGE}services.json": lambda request: _json(lambda: found(request)),
-        f"{PAGE}explain.json": lambda request: _json(lambda: explain(dict(request.options))),
+        f"{PAGE}status.json": lambda request: _json(request, status),
+        f"{PAGE}services.json": lambda request: _json(request, lambda: found(request)),
+        f"{PAGE}explain.json": lambda request: _json(request, lambda: explain(dict(request.options))),
     }
 
 
@@ -58,12 +58,12 @@ def _hash(text: str, element: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
 
 
-def _json(make: Callable[[], Mapping[str, Any]]) -> Slow:
-    def answer() -> Answer:
+def _json(request: Request, make: Callable[[], Mapping[str, Any]]) -> Slow:
+    def answer(_: object) -> Answer:
         body = json.dumps(make(), separators=(",", ":")).encode()
         return Answer(200, body, "application/json", (("Cache-Control", "no-store"),))
 
-    return Slow(answer, _LONGEST)
+    return Slow(answer, _LONGEST, Turn.IN_ORDER, same=(request.path, request.query))
 
 
 def _number(text: str) -> int:

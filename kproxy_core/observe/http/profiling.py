@@ -41,8 +41,8 @@ class Profile(NamedTuple):
     """CPU time charged to the stack."""
 
 
-def sample(seconds: float) -> Profile:
-    """Sample all other threads 100 times a second for *seconds*.
+def sample(seconds: float, abandoned: threading.Event) -> Profile:
+    """Sample all other threads 100 times a second for *seconds*, or until it is *abandoned*.
 
     A stack is charged the CPU time of its thread since the sample before. Waiting threads are not counted.
     """
@@ -52,7 +52,7 @@ def sample(seconds: float) -> Profile:
     cpu: Counter[Stack] = Counter()
     used: dict[int, int] = {}
     own = threading.get_ident()
-    while time.monotonic() < end:
+    while time.monotonic() < end and not abandoned.is_set():
         frames = sys._current_frames()
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kproxy_core.backend.fallback import Fallback
 from kproxy_core.observe.health import ProxyHealth
-from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
+from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow, Turn
 from kproxy_core.observe.http.zpages import flagz, statusz
-from kproxy_core.observe.metrics.registry import Metrics, exposition
+from kproxy_core.observe.metrics.registry import Metrics, content_type, exposition
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
 _NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET, HEAD, POST, PUT, OPTIONS"),))
@@ -85,10 +85,12 @@ def dispatch(handlers: Mapping[str, Handler], request: Request) -> Answer | Slow
 
 
 def _metrics(metrics: Metrics, request: Request, *, slow: bool) -> Answer | Slow:
-    def make() -> Answer:
+    def make(_: object = None) -> Answer:
         return Answer(200, *metrics.exposition(request.accept))
 
-    return Slow(make, _LONGEST_SCRAPE) if slow else make()
+    if not slow:
+        return make()
+    return Slow(make, _LONGEST_SCRAPE, Turn.FIRST, same=(request.path, content_type(request.accept)))
 
 
 def _proxy_mode(about: About) -> Answer:

@@ -1,7 +1,8 @@
 """All HTTP listeners of the process, on one thread that sleeps while there is no client.
 
 One request per connection, without TLS. A slow client holds a file descriptor until its deadline and delays
-no other client. All clients together get at most a fifth of one CPU, so that they do not delay syncs.
+no other client. All clients together get at most a fifth of one CPU, so that they do not delay syncs; so do
+slow answers, which are made one at a time on another thread.
 """
 
 import errno
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
-from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow
+from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow, Turn
+from kproxy_core.observe.http.slow import Job, SlowAnswers
 
 if TYPE_CHECKING:
     from kproxy_core.observe.http.exchange import Exchange
@@ -39,6 +41,7 @@ _REST_SHARE = 4
 _LONGEST_REST = 0.25
 """Seconds."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_BUSY = Answer(503, b"too many clients wait for slow answers\n", headers=(("Retry-After", "1"),))
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 Binding = tuple[Address, int]
@@ -119,6 +122,7 @@ class HttpServer:
         """Time of the next attempt."""
         self._connections: dict[_Connection, None] = {}
         """Oldest first."""
+        self._slow: SlowAnswers[_Connection] = SlowAnswers()
         self._paused: dict[_Connection, float] = {}
         """Time of the next read, in ascending order."""
         self._running = True
@@ -175,14 +179,18 @@ class HttpServer:
                 self._bind(listener)
             for connection in [c for c in self._connections if c.deadline <= now]:
                 self._drop(connection)
+            while (job := self._slow.take(now)) is not None:
+                self._start_slowly(job)
             used += time.thread_time() - started
             if used > _BURST and self._running:
                 time.sleep(min(_REST_SHARE * used, _LONGEST_REST))
                 used = 0.0
 
     def _patience(self) -> float | None:
-        """Return the seconds until a bind, a read or a deadline is due; None: none is."""
+        """Return the seconds until a bind, a read, a slow answer or a deadline is due; None: none is."""
         times = [*self._unbound.values(), *(connection.deadline for connection in self._connections)]
+        if (at := self._slow.next_at()) is not None:
+            times.append(at)
         times += itertools.islice(self._paused.values(), 1)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -277,13 +285,27 @@ class HttpServer:
     def _make_slowly(self, connection: _Connection, request: Request, slow: Slow) -> None:
         connection.answering = True
         connection.deadline = time.monotonic() + slow.seconds + self._connection_seconds
+        if not self._slow.add(request, slow, connection):
+            self._answer(connection, _BUSY)
 
+    def _start_slowly(self, job: Job[_Connection]) -> None:
         def make() -> None:
-            answer = self._made(slow.make, request)
+            cpu, started = time.thread_time(), time.monotonic()
+            answer = self._made(lambda: job.slow.make(job.abandoned), job.request)
             assert isinstance(answer, Answer)
-            self._do(lambda: self._serve(self._answer, connection, answer))
+            # Most answers have other threads and programs do a part of the work. A profile only waits.
+            waits = job.slow.turn is Turn.AT_ONCE
+            cost = time.thread_time() - cpu if waits else time.monotonic() - started
+            self._do(lambda: self._finish_slowly(job, answer, cost))
 
-        threading.Thread(target=make, name="http-slow", daemon=True).start()
+        try:
+            threading.Thread(target=make, name="http-slow", daemon=True).start()
+        except RuntimeError:  # the process may have no more threads
+            self._finish_slowly(job, _BUSY, 0.0)
+
+    def _finish_slowly(self, job: Job[_Connection], answer: Answer, cost: float) -> None:
+        for connection in self._slow.made(job, cost, time.monotonic()):
+            self._serve(self._answer, connection, answer)
 
     def _answer(self, connection: _Connection, answer: Answer) -> None:
         if self._paused.pop(connection, None) is not None:
@@ -305,6 +327,7 @@ class HttpServer:
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection]
+        self._slow.leave(connection)
         if self._paused.pop(connection, None) is None:
             self._selector.unregister(connection.client)
         connection.client.close()

@@ -81,15 +81,20 @@ class Metrics:
         return exposition(_Made(lambda: _counted(self.registry)), accept)
 
 
+def content_type(accept: str) -> str:
+    """Return the content type of the format that *accept*, a header, prefers."""
+    return choose_encoder(accept)[1]
+
+
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
     """Return the metrics of *registry* in Prometheus' text format, or in OpenMetrics if *accept* prefers it.
 
     Also returns the content type.
     """
-    encode, content_type = choose_encoder(accept)
-    if content_type.startswith("application/openmetrics-text"):
-        return encode(registry), content_type
-    return _WHOLE_VALUE.sub(rb"\1", _WHOLE_BOUND.sub(rb'\1"', encode(registry))), content_type
+    encode, kind = choose_encoder(accept)
+    if kind.startswith("application/openmetrics-text"):
+        return encode(registry), kind
+    return _WHOLE_VALUE.sub(rb"\1", _WHOLE_BOUND.sub(rb'\1"', encode(registry))), kind
 
 
 class _Made(Collector):
