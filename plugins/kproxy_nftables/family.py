@@ -108,9 +108,9 @@ class FamilyState:
             applied, operations = self._replace(node, plans, layout)
             held = None
         self._applied, self._templates, self._node, self._stale = applied, templates, node, {}
-        if held is not None:  # Our table belongs to us as a whole.
-            self._clean_up(list(self._table.remove(unwanted(held, layout))))
-        return SyncReport(operations)
+        # Our table belongs to us as a whole.
+        removal = [] if held is None else list(self._table.remove(unwanted(held, layout)))
+        return SyncReport(operations + (len(removal) if self._clean_up(removal) else 0))
 
     def _reconcile(
         self, node: NodeView, plans: Plans, layout: Layout, held: HeldTable | None

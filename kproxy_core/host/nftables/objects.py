@@ -3,6 +3,7 @@
 A command has nft's text and the kernel's message. Attributes are those of linux/netfilter/nf_tables.h.
 """
 
+import re
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -605,13 +606,17 @@ def _holds(table: Table, held: HeldTable, item: Object) -> bool:
 def unwanted(held: HeldTable, wanted: Collection[str]) -> list[Object]:
     """Return the chains, sets, maps and flowtables of *held* that are not *wanted*, without anonymous sets.
 
-    Objects whose names nft's text cannot hold are included; their commands are used as messages only.
+    Other processes chose their names: see `is_quotable` before their commands are used as text.
     """
     chains: list[Object] = [Chain(name) for name in sorted(held.chains) if name not in wanted]
     containers: list[Object] = [
         Container(name, ()) for name in sorted(held.containers)
         if name not in wanted and not name.startswith("__")]  # fmt: skip
     return [*chains, *containers, *(each for name, each in held.flowtables.items() if name not in wanted)]
+
+
+is_quotable = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
+"""Matches the names that nft's text can hold, as all of ours; the kernel takes any."""
 
 
 def completion(

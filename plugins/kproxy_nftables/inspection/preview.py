@@ -1,7 +1,14 @@
 """Serves the hook `kproxy_preview`: the difference between the table and the plans, as nft commands."""
 
 from kproxy_core.backend.api import Preview, Update
-from kproxy_core.host.nftables.objects import Replacement, commands_text, constants, difference, unwanted
+from kproxy_core.host.nftables.objects import (
+    Replacement,
+    commands_text,
+    constants,
+    difference,
+    is_quotable,
+    unwanted,
+)
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Contents, compare_all
 from kproxy_nftables.inspection.render import elements_text
@@ -22,9 +29,9 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
         held = kernel.held(family, constants(layout))
         try:
             commands = difference(table, layout, held)
-            last = list(table.remove(unwanted(held, layout))) if held else []
+            others = unwanted(held, layout) if held else []
         except Replacement:
-            commands, last = [table.delete(), *difference(table, layout, None)], []
+            commands, others = [table.delete(), *difference(table, layout, None)], []
             held = None
         actual: Contents = {
             container: kernel.elements(family, container) if held else {}
@@ -33,5 +40,6 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
     _, deletes, adds = compare_all(plans, node_elements(node), actual)
     keys = [(container, key, None) for container, key, _ in deletes]
     elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
-    operations = len(commands) + len(deletes) + len(adds) + len(last)
+    operations = len(commands) + len(deletes) + len(adds) + len(list(table.remove(others)))
+    last = table.remove(item for item in others if is_quotable(item.name))
     return Preview(operations, commands_text(commands) + elements + commands_text(last))

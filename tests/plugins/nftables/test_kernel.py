@@ -510,3 +510,17 @@ def test_the_owner_of_a_foreign_table_is_named() -> None:
         owner.stdin.close()
     kernel.run([table.create(), *table.write([Chain("mine")])])
     kernel.close()
+
+
+def test_objects_with_names_that_nft_cannot_write_are_deleted_and_never_written_as_text(
+    backend: NftablesBackend,
+) -> None:
+    node, hostile = NODES[Family.IPV4], "x { }; flush ruleset #"
+    update = Update(Family.IPV4, Scope.RESYNC, node, {}, {})
+    resync(backend, {})
+    with Kernel() as kernel:
+        kernel.run(list(Table(Family.IPV4, names.TABLE).write([Chain(hostile)])))
+        assert hostile not in backend.kproxy_preview(update).transaction
+        resync(backend, {})
+        assert (held := kernel.held(Family.IPV4, ())) is not None
+        assert hostile not in held.chains
