@@ -216,7 +216,7 @@ class EbpfBackend:
             operations = state.write(update, state.withdraw(update))
             kernel.attach()  # A family that has no elements yet is served by the rules.
         except Exception:
-            kernel.close()
+            kernel.abandon()
             raise
         self._kernel, self._families = kernel, families
         return operations

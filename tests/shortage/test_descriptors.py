@@ -1,6 +1,6 @@
 """No file descriptors: every file, socket and program that kproxy opens fails with EMFILE."""
 
-import os
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.testing.open_files import open_files
 from tests.shortage.node import MODES, node, vip
 
 
@@ -16,7 +17,8 @@ from tests.shortage.node import MODES, node, vip
 def no_descriptors(pid: int, spare: int = 0) -> Iterator[None]:
     """Let a process open *spare* more files at a time."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    gc.collect()  # Of this process, if that is meant: nothing is closed later.
+    used = open_files(pid)
     free = (number for number in range(limits[0]) if number not in used)
     first_refused = next(islice(free, spare, None))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_refused, limits[1]))

@@ -47,6 +47,8 @@ class Kernel:
         self._compiled: Compiled
         self._maps_directory: Path
         """Of the pins of maps that have the layout of `_compiled`."""
+        self._has_new_maps = False
+        """`open` made the maps: no program used them before."""
         self._maps: dict[str, int] = {}
         self._programs: dict[str, int] = {}
         self._links: dict[str, int] = {}
@@ -75,6 +77,7 @@ class Kernel:
                 self._cgroup = mounts.open_cgroup(self._settings.cgroup)
                 self._cgroup_id = mounts.cgroup_id(self._cgroup)
                 self._compiled, self._maps_directory = compiled, self._home / f"maps-{compiled.layout}"
+                self._has_new_maps = not self._maps_directory.exists()
                 self._make_directories()
                 for name, definition in compiled.maps.items():
                     self._maps[name] = _open_map(self._maps_directory / name, name, definition)
@@ -82,7 +85,7 @@ class Kernel:
                 if not is_choosing(self._links_directory):
                     self._forget_frontends()
             except (OSError, HostError, SyncFailed) as error:
-                self.close()
+                self.abandon()
                 raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error
 
     def configure(self, node: NodeView) -> None:
@@ -194,6 +197,13 @@ class Kernel:
                         return f"the pin of the BPF map {name} was removed"
                 return self._notrack.problem()
         return ""
+
+    def abandon(self) -> None:
+        """Close all descriptors after a failure to set up, and remove the maps if they are new: 20 MiB."""
+        with self._lock:
+            self.close()
+            if self._has_new_maps:
+                shutil.rmtree(self._maps_directory, ignore_errors=True)
 
     def close(self) -> None:
         """Close all descriptors. Pinned and attached objects remain."""

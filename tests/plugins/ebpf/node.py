@@ -174,6 +174,7 @@ class Echo:
     def close(self) -> None:
         self._ended = True
         self._thread.join()
+        self._poll.close()
         for opened in self._opened:
             opened.close()
 

@@ -19,6 +19,7 @@ from kproxy_ebpf.backend import EbpfBackend
 from kproxy_ebpf.batch import frontend_family
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel import compile as compiler
+from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.settings import Settings
 from tests.plugins.ebpf.node import until
 
@@ -27,6 +28,11 @@ NODE6 = node_view("node1", family=Family.IPV6, pods="fd00:244::/64", node_port_a
 V4 = full_update(NODE, plans(NODE, service(), endpoint_slice("web", "10.244.2.1")))
 OTHER_V4 = full_update(NODE, plans(NODE, service(), endpoint_slice("web", "10.244.2.2")))
 V6 = full_update(NODE6, plans(NODE6, service(ip="fd00:96::1"), endpoint_slice("web", "fd00:244:2::1")))
+
+
+def with_another_layout(compiled: Compiled) -> Compiled:
+    hash_, lru_hash = 1, compiled.maps[names.PINS]
+    return compiled._replace(maps={**compiled.maps, names.PINS: lru_hash._replace(type=hash_)})
 
 
 @contextmanager
@@ -190,6 +196,26 @@ def test_what_an_earlier_process_attached_is_detached_until_it_is_replaced(
         sync(after, replace(V6, scope=Scope.CHANGED, changed={}))
         assert frontends(settings) == set(Family)
         assert sync(after, OTHER_V4) == sync(after, V6) == SyncReport(0)
+
+
+@pytest.mark.parametrize("refuse", [refuse_programs, refuse_links, refuse_elements])
+def test_an_upgrade_that_fails_leaves_no_maps(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with begun(settings) as before:
+        sync(before, V4)
+    made = list(Path(settings.pin_directory).glob("*/maps-*"))
+    monkeypatch.setattr("kproxy_ebpf.backend._FIRST_DELAY", 0.0)
+    with begun(settings) as after:
+        real = Compilation.result
+        monkeypatch.setattr(Compilation, "result", lambda *args: with_another_layout(real(*args)))
+        with monkeypatch.context() as now:
+            refuse(now)
+            assert sync(after, V4).degraded
+            assert list(Path(settings.pin_directory).glob("*/maps-*")) == made
+        assert not sync(after, V4).degraded
+        (replaced,) = Path(settings.pin_directory).glob("*/maps-*")
+        assert replaced not in made
 
 
 def test_programs_are_detached_while_the_compiler_runs(

@@ -35,6 +35,7 @@ from tests.core.namespaces import namespace
 from tests.deploy.objects import DEPLOY
 from tests.plugins.ebpf.node import until
 from tests.plugins.ebpf.sockets import sockets_in
+from tests.plugins.ebpf.test_backend import with_another_layout
 
 V4 = Family.IPV4
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -120,11 +121,6 @@ def test_a_restart_attaches_what_it_counts(kernel: Kernel, settings: Settings, c
             assert found == {*names.PROGRAMS, *counting}
         finally:
             again.close()
-
-
-def with_another_layout(compiled: Compiled) -> Compiled:
-    hash_, lru_hash = 1, compiled.maps[names.PINS]
-    return compiled._replace(maps={**compiled.maps, names.PINS: lru_hash._replace(type=hash_)})
 
 
 def test_a_new_layout_of_the_maps_replaces_the_old_one(
