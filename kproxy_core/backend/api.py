@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.requirement import Requirement as Requirement  # a part of the contract
@@ -213,6 +213,8 @@ class Question(Struct, frozen=True):
     """None: the packet is for no frontend."""
     plan: ServicePlan | None
     """Of the service port that owns `frontend`."""
+    addresses: frozenset[Address] = frozenset()
+    """Of the node's interfaces, as far as they are known."""
 
 
 class KernelSide(Struct, frozen=True):

@@ -19,7 +19,7 @@ def decide_case(case: Case) -> Fate:
     question = case.question
     if question.plan is None or question.frontend is None:
         return decide_unowned(question.packet, case.has_cluster_ip, question.node)
-    return decide(question.packet, question.frontend, question.plan, question.node)
+    return decide(question.packet, question.frontend, question.plan, question.node, question.addresses)
 
 
 def answer(
@@ -91,11 +91,12 @@ def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
     if fate.outcome is not Outcome.FORWARDED:
         return ""
     source = format_address(packet.source)
-    hidden = [choice for choice in fate.choices if choice.masqueraded]
+    hidden = [choice.where for choice in fate.choices if choice.masqueraded]
+    seeing = [choice.where for choice in fate.choices if not choice.masqueraded]
     if not hidden:
         return f"kept: endpoints see {source}"
-    if len(hidden) < len(fate.choices) or all(choice.where.address == packet.source for choice in hidden):
-        return (f"kept, except by {format_socket(*hidden[0].where)}, which is the sender itself (hairpin): "
+    if all(where.address == packet.source for where in hidden):
+        return (f"kept, except by {format_socket(*hidden[0])}, which is the sender itself (hairpin): "
                 "it sees an address of the node")
     if node.masquerade_all:
         why = "masquerade-all is set"
@@ -104,7 +105,8 @@ def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
     else:
         why = "traffic to external frontends is masqueraded" if fate.policy is Policy.EXTERNAL else (
             "the sender is the node")
-    return f"masqueraded to the node's address on the way to the endpoint: {why}"
+    kept = f"; kept by {format_socket(*seeing[0])}, which is on the node's own network" if seeing else ""
+    return f"masqueraded to the node's address on the way to the endpoint: {why}{kept}"
 
 
 def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) -> str:

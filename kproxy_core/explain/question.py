@@ -1,6 +1,6 @@
 """From a request to packets: the frontends that it means, and the senders."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from kproxy_core.backend.api import Question
 from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.request import AddressTarget, Sender, ServiceTarget, Target
 from kproxy_core.model.address import Address, Family, family_of, format_address, is_loopback
-from kproxy_core.model.node import NodeView
+from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates
 from kproxy_core.plan.fate import Origin, Packet, origin_of, stand_in
@@ -20,6 +20,9 @@ class Plans(Protocol):
     def node(self) -> NodeView: ...
 
     @property
+    def addresses(self) -> frozenset[Address]: ...
+
+    @property
     def plans(self) -> Mapping[ServicePortKey, ServicePlan]: ...
 
     def owner(self, frontend: Frontend) -> ServicePlan | None: ...
@@ -27,6 +30,10 @@ class Plans(Protocol):
     def candidates(self, key: ServicePortKey) -> Candidates: ...
 
     def origin(self, service: ServiceName) -> str: ...
+
+
+InterfaceTowards = Callable[[Address], str]
+"""Returns the interface to which the route to an address leads. Its packets are taken to arrive there."""
 
 
 class Case(NamedTuple):
@@ -50,8 +57,9 @@ class Case(NamedTuple):
         plan = plans.owner(frontend)
         if plan is None:
             near, has_cluster_ip = _near(plans, packet)
-            return cls(Question(packet, node, None, None), plans, is_typical, near, has_cluster_ip)
-        question = Question(packet, node, frontend, plan)
+            question = Question(packet, node, None, None, plans.addresses)
+            return cls(question, plans, is_typical, near, has_cluster_ip)
+        question = Question(packet, node, frontend, plan, plans.addresses)
         return cls(question, plans, is_typical, origin=plans.origin(plan.key.service))
 
     @property
@@ -61,14 +69,19 @@ class Case(NamedTuple):
         return self.plans.candidates(plan.key) if plan is not None else ()
 
 
-def cases(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> list[Case]:
-    """Return the packets that *sender* may send to *target*. Raises NoAnswer."""
+def cases(
+    plans: Mapping[Family, Plans], target: Target, sender: Sender, interface_towards: InterfaceTowards | None
+) -> list[Case]:
+    """Return the packets that *sender* may send to *target*. Raises NoAnswer.
+
+    Without *interface_towards*, only endpoints are known to be pods of this node if an interface tells pods.
+    """
     found: list[Case] = []
     for family, of_family in plans.items():
         if sender.address is not None and family_of(sender.address) is not family:
             continue
         for destination, frontend in _destinations(of_family, target):
-            for origin, source, is_typical in _senders(of_family, sender):
+            for origin, source, is_typical in _senders(of_family, sender, interface_towards):
                 found.append(Case.of(
                     of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
                     frontend, is_typical=is_typical,
@@ -115,19 +128,24 @@ def _node_address(node: NodeView) -> Address | None:
     return next(iter(node.node_port_addresses), None)
 
 
-def _senders(plans: Plans, sender: Sender) -> Iterator[tuple[Origin, Address, bool]]:
-    node = plans.node
-    if sender.address is not None:
-        yield sender.origin or origin_of(sender.address, node, _pods_here(plans)), sender.address, False
+def _senders(
+    plans: Plans, sender: Sender, interface_towards: InterfaceTowards | None
+) -> Iterator[tuple[Origin, Address, bool]]:
+    node, address = plans.node, sender.address
+    if address is not None:
+        yield sender.origin or _origin_of(address, plans, interface_towards), address, False
         return
     for origin in [sender.origin] if sender.origin else Origin:
         yield origin, stand_in(origin, node), True
 
 
-def _pods_here(plans: Plans) -> Sequence[Address]:
-    if plans.node.local_source is None or plans.node.local_source.cidr is not None:
-        return ()
-    return [address for plan in plans.plans.values() for address in plan.hairpins]
+def _origin_of(source: Address, plans: Plans, interface_towards: InterfaceTowards | None) -> Origin:
+    def is_behind_pod_interface(local: LocalSource) -> bool:
+        if interface_towards is None:
+            return any(source in plan.hairpins for plan in plans.plans.values())
+        return local.has_interface(interface_towards(source))
+
+    return origin_of(source, plans.node, plans.addresses, is_behind_pod_interface)
 
 
 def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:

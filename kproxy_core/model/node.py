@@ -44,6 +44,12 @@ class LocalSource(Struct, frozen=True):
     interface: str = ""
     interface_prefix: str = ""
 
+    def has_interface(self, name: str) -> bool:
+        """Return whether pods of this node send through the interface *name*. Only without `cidr`."""
+        if self.interface_prefix:
+            return name.startswith(self.interface_prefix)
+        return name == self.interface
+
 
 class NodeView(Struct, frozen=True, kw_only=True):
     """The node as the plans and backends of one family see it."""

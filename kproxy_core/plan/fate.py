@@ -4,12 +4,12 @@ Sources as in `service_plan`; kube-proxy 1.36 has the same decisions in its rule
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, is_loopback, parse_address
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.node import NodeView
+from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 
@@ -88,19 +88,28 @@ def kind_of(frontend: Frontend, plan: ServicePlan) -> Kind:
     return Kind.LOAD_BALANCER_IP if frontend.address in plan.load_balancer_ips else Kind.EXTERNAL_IP
 
 
-def origin_of(source: Address, node: NodeView, endpoints_here: Iterable[Address] = ()) -> Origin:
-    """Return the origin of packets from *source*, without knowledge of interfaces.
+def origin_of(
+    source: Address, node: NodeView, addresses: Collection[Address],
+    is_behind_pod_interface: Callable[[LocalSource], bool],
+) -> Origin:  # fmt: skip
+    """Return the origin of packets from *source*. *addresses* are those of the node's interfaces.
 
-    *endpoints_here* are addresses of this node's pods, as far as they are known.
+    *is_behind_pod_interface* is called where pods are recognised by an interface.
     """
     local = node.local_source
-    if local is not None and local.cidr is not None and source in local.cidr:
-        return Origin.POD
-    if is_loopback(source) or source == node.node_ip or source in node.node_port_addresses:
+    if is_own(source, node, addresses):
         return Origin.NODE
-    if local is not None and local.cidr is None and source in endpoints_here:
-        return Origin.POD
-    return Origin.OUTSIDE
+    if local is None:
+        return Origin.OUTSIDE
+    is_pod = is_behind_pod_interface(local) if local.cidr is None else source in local.cidr
+    return Origin.POD if is_pod else Origin.OUTSIDE
+
+
+def is_own(address: Address, node: NodeView, addresses: Collection[Address]) -> bool:
+    """Return whether packets to *address* end on the node, whose interfaces have *addresses*; (): unknown."""
+    # Those that serve node ports are some of them.
+    known = addresses or node.node_port_addresses
+    return address == node.node_ip or address in known or is_loopback(address)
 
 
 def stand_in(origin: Origin, node: NodeView) -> Address:
@@ -121,8 +130,13 @@ def comes_from_pods(packet: Packet, node: NodeView) -> bool:
     return packet.source in local.cidr if local.cidr is not None else packet.origin is Origin.POD
 
 
-def decide(packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView) -> Fate:
-    """Return the fate of *packet*, which is for a *frontend* of *plan*."""
+def decide(
+    packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView, addresses: Collection[Address] = ()
+) -> Fate:
+    """Return the fate of *packet*, which is for a *frontend* of *plan*.
+
+    *addresses* are those of the node's interfaces, as far as they are known.
+    """
     kind = kind_of(frontend, plan)
     ranges = plan.source_ranges if kind is Kind.LOAD_BALANCER_IP else ()
     if ranges and not any(packet.source in cidr for cidr in ranges):
@@ -130,9 +144,20 @@ def decide(packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView
         return Fate(Outcome.DROPPED, f"the source is not in loadBalancerSourceRanges ({named})")
     if not plan.has_endpoints:
         return Fate(Outcome.REFUSED, "no endpoint is usable on any node")
-    if kind is Kind.CLUSTER_IP:
-        return _internal(packet, plan, node)
-    return _external(packet, plan, node)
+    policy, masqueraded = (_internal if kind is Kind.CLUSTER_IP else _external)(packet, plan, node)
+    among = plan.local if policy in (Policy.INTERNAL_LOCAL, Policy.EXTERNAL_LOCAL) else plan.cluster
+    if not among:
+        return Fate(Outcome.DROPPED, f"{policy.value}, and no usable endpoint is on this node", policy=policy)
+
+    def is_masqueraded(to: Address) -> bool:
+        # Only packets that leave the node reach the postrouting hook, and those that it sends.
+        if packet.origin is not Origin.NODE and is_own(to, node, addresses):
+            return False
+        return masqueraded or (to == packet.source and to in plan.hairpins)
+
+    share = 1 / len(among)
+    choices = tuple(Choice(where, share, is_masqueraded(where.address)) for where in among)
+    return Fate(Outcome.FORWARDED, policy.value, choices, policy)
 
 
 def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:
@@ -147,32 +172,21 @@ def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:
     return Fate(Outcome.UNTOUCHED, "no Service has a frontend there")
 
 
-def _internal(packet: Packet, plan: ServicePlan, node: NodeView) -> Fate:
+def _internal(packet: Packet, plan: ServicePlan, node: NodeView) -> tuple[Policy, bool]:
+    """Return the policy for *packet* to a ClusterIP, and whether it is masqueraded if it leaves the node."""
     masqueraded = node.masquerade_all or (node.local_source is not None and not comes_from_pods(packet, node))
-    if not plan.internal_policy_local:
-        return _forward(packet, plan, plan.cluster, Policy.INTERNAL, masqueraded=masqueraded)
-    return _forward(packet, plan, plan.local, Policy.INTERNAL_LOCAL, masqueraded=masqueraded)
+    return (Policy.INTERNAL_LOCAL if plan.internal_policy_local else Policy.INTERNAL), masqueraded
 
 
-def _external(packet: Packet, plan: ServicePlan, node: NodeView) -> Fate:
+def _external(packet: Packet, plan: ServicePlan, node: NodeView) -> tuple[Policy, bool]:
+    """Return the same for *packet* to another frontend."""
     if not plan.external_policy_local:
-        return _forward(packet, plan, plan.cluster, Policy.EXTERNAL, masqueraded=True)
+        return Policy.EXTERNAL, True
     if comes_from_pods(packet, node):
-        return _forward(packet, plan, plan.cluster, Policy.SHORT_CIRCUIT, masqueraded=False)
+        return Policy.SHORT_CIRCUIT, False
     if packet.origin is Origin.NODE:
-        return _forward(packet, plan, plan.cluster, Policy.SHORT_CIRCUIT, masqueraded=True)
-    return _forward(packet, plan, plan.local, Policy.EXTERNAL_LOCAL, masqueraded=False)
-
-
-def _forward(
-    packet: Packet, plan: ServicePlan, among: tuple[Destination, ...], policy: Policy, *, masqueraded: bool
-) -> Fate:
-    if not among:
-        return Fate(Outcome.DROPPED, f"{policy.value}, and no usable endpoint is on this node", policy=policy)
-    share = 1 / len(among)
-    hairpin = packet.source if packet.source in plan.hairpins else None
-    choices = tuple(Choice(where, share, masqueraded or where.address == hairpin) for where in among)
-    return Fate(Outcome.FORWARDED, policy.value, choices, policy)
+        return Policy.SHORT_CIRCUIT, True
+    return Policy.EXTERNAL_LOCAL, False
 
 
 def _last_host(cidr: Cidr) -> Address:

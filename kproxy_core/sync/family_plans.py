@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates, endpoints_of
@@ -39,6 +39,8 @@ class FamilyPlans:
         self.family = family
         self.node = NodeView(family=family, name="")
         """Set by `set_node`."""
+        self.addresses: frozenset[Address] = frozenset()
+        """Of the node's interfaces, set by `set_node`. No plan depends on them."""
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         """All service ports."""
         self.node_changed = True
@@ -53,9 +55,12 @@ class FamilyPlans:
         self._udp_ports: set[ServicePortKey] = set()
         self._health_checked: set[ServiceName] = set()
 
-    def set_node(self, node: NodeView) -> bool:
-        """Plan for *node* from now on. Return True if it differs from the last one."""
-        known = self.node
+    def set_node(self, node: NodeView, addresses: frozenset[Address]) -> bool:
+        """Plan for *node* from now on. Return True if it differs from the last one.
+
+        *addresses* are those of all its interfaces.
+        """
+        known, self.addresses = self.node, addresses
         if node == known:
             return False
         self.node = node

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import PluginFailed, SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import FamilyPlans
@@ -67,10 +67,10 @@ class FamilySync:
         self._degraded = ""
         self._damages = 0
 
-    def set_node(self, node: NodeView) -> None:
+    def set_node(self, node: NodeView, addresses: frozenset[Address]) -> None:
         for observer in self._observers:
             observer.node_changed(node)
-        if self.plans.set_node(node):
+        if self.plans.set_node(node, addresses):
             self.request()
 
     def report_damage(self, what: str) -> None:

@@ -128,7 +128,7 @@ class Loop:
         if self._node_differs:
             self._node_differs = False
             for family, sync in self._syncs.items():
-                sync.set_node(self._facts.view(family))
+                sync.set_node(self._facts.view(family), self._facts.addresses)
         for sync in self._syncs.values():
             sync.turn()
         if not self.settled:

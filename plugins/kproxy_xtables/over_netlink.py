@@ -1,6 +1,7 @@
-"""Flags of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads."""
+"""Attributes of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads."""
 
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import nf_tables
@@ -19,7 +20,7 @@ from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 
 _NEWTABLE = nf_tables.KIND
-_FLAGS = 2
+_FLAGS, _USE = 2, 3
 _DORMANT = 1
 """NFT_TABLE_F_DORMANT (linux/netfilter/nf_tables.h)"""
 
@@ -30,8 +31,15 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
     Raises HostError.
     """
     with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        flags = sock.dump(nf_tables.GETTABLE, nf_tables.payload(family), _flags_by_name)
+        flags = sock.dump(nf_tables.GETTABLE, nf_tables.payload(family), partial(_numbers_by_name, _FLAGS))
     return [name for name in names if flags.get(name, 0) & _DORMANT]
+
+
+def count_chains(family: Family, name: str) -> int:
+    """Return the number of chains in the table *name*; 0 if it does not exist. Raises HostError."""
+    with doing(f"read table {name}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        found = sock.dump(nf_tables.GETTABLE, nf_tables.payload(family), partial(_numbers_by_name, _USE))
+    return found.get(name, 0)
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
@@ -48,6 +56,9 @@ def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> No
             raise refusal.error
 
 
-def _flags_by_name(answers: Iterable[Span]) -> dict[str, int]:
+def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[str, int]:
     tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
-    return {text(each[nf_tables.TABLE_NAME]): int.from_bytes(each.get(_FLAGS, b""), "big") for each in tables}
+    return {
+        text(each[nf_tables.TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
+        for each in tables
+    }  # fmt: skip

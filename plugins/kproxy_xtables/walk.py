@@ -11,7 +11,7 @@ from kproxy_core.backend.api import KernelObject
 from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
-from kproxy_core.plan.fate import Outcome
+from kproxy_core.plan.fate import Outcome, is_own
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 from kproxy_xtables.semantics import TARGETS, Branch, Flight, Rule, network, parsed
 
@@ -94,15 +94,17 @@ class Walk:
 
     def __init__(
         self, ruleset: Ruleset, node: NodeView,
-        local: Container[Address] = (), bridged: Container[Address] = (),
+        addresses: frozenset[Address] = frozenset(), *, bridged: Container[Address] = (),
+        bound: Container[Address] = (),
     ) -> None:  # fmt: skip
-        """*local*: addresses that are this node's, besides those of *node*.
+        """*addresses*: of the node's interfaces. *bound*: those of an interface that the mode made.
 
         *bridged*: senders whose packets are on a bridge's port when they meet the rules.
         """
         self._ruleset = ruleset
-        self._own = {node.node_ip, node.family.loopback, *node.node_port_addresses}
-        self._local = local
+        self._node = node
+        self._addresses = addresses
+        self._bound = bound
         self._bridged = bridged
         self.objects: Objects = {}
         self.remembered: Destination | None = None
@@ -139,7 +141,7 @@ class Walk:
         return None, flight.masqueraded
 
     def is_local(self, address: Address) -> bool:
-        return address in self._own or address in self._local
+        return address in self._bound or is_own(address, self._node, self._addresses)
 
     @property
     def reason(self) -> str:

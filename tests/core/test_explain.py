@@ -1,23 +1,33 @@
 """Questions about packets: the decision, the endpoints left out, near names, and the verdict."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import KernelObject, KernelSide
 from kproxy_core.explain.answer import Json, answer, decide_case
 from kproxy_core.explain.errors import NoAnswer
-from kproxy_core.explain.question import Case, cases
+from kproxy_core.explain.question import Case, InterfaceTowards, cases
 from kproxy_core.explain.request import parse_sender, parse_target
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice
-from kproxy_core.model.node import NodeView
+from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Service, ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates, endpoints_of
 from kproxy_core.plan.fate import Choice, Fate, Outcome
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
+from kproxy_core.testing.builders import (
+    addresses,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    node_view,
+    plans,
+    service,
+)
 
 NODE = node_view(
     "node1", zone="a", pods="10.1.0.0/16", node_port_addresses="192.0.2.10", ip="192.0.2.10",
@@ -32,6 +42,7 @@ class Known:
     node: NodeView = NODE
     plans: dict[ServicePortKey, ServicePlan] = field(default_factory=dict)
     pieces: dict[ServicePortKey, Candidates] = field(default_factory=dict)
+    addresses: frozenset[Address] = frozenset()
 
     def serve(self, made: Service, piece: EndpointSlice) -> None:
         found = plans(self.node, made, piece)
@@ -62,8 +73,11 @@ def known(*endpoints: Endpoint | str, **options: object) -> Known:
 HERE, THERE = endpoint("10.1.1.1", "node1"), endpoint("10.1.2.1", "node2")
 
 
-def asked(of: Known, to: str, sender: str = "", origin: str = "") -> list[Case]:
-    return cases({Family.IPV4: of}, parse_target(to), parse_sender(sender, origin))
+def asked(
+    of: Known, to: str, sender: str = "", origin: str = "",
+    interface_towards: InterfaceTowards | None = None,
+) -> list[Case]:  # fmt: skip
+    return cases({Family.IPV4: of}, parse_target(to), parse_sender(sender, origin), interface_towards)
 
 
 def only(of: Known, to: str, sender: str) -> Json:
@@ -106,6 +120,56 @@ def test_a_packet_s_fate_follows_from_policies_and_sender(name: str) -> None:
     assert found["outcome"] == outcome
     assert " ".join(
         e["endpoint"].removesuffix(":8080") + "*" * e["masqueraded"] for e in found["endpoints"]) == expected
+
+
+ORIGINS = {
+    # way of recognising pods, interface to which the route to the sender leads (None: not asked): origin
+    "a pod behind the interface": (LocalSource(interface="br0"), "10.9.9.9", "br0", "pod"),
+    "a pod behind one of the interfaces": (LocalSource(interface_prefix="veth"), "10.9.9.9", "veth7", "pod"),
+    "an endpoint behind another": (LocalSource(interface_prefix="veth"), "10.1.1.1", "br0", "outside"),
+    "no route": (LocalSource(interface_prefix="veth"), "10.1.1.1", "", "outside"),
+    "an endpoint, on another machine": (LocalSource(interface="br0"), "10.1.1.1", None, "pod"),
+    "another address, on another machine": (LocalSource(interface="br0"), "10.9.9.9", None, "outside"),
+    "pods not recognised": (None, "10.1.1.1", "br0", "outside"),
+    "another address of the node": (NODE.local_source, "192.0.2.20", None, "node"),
+    "the node's address among the pods'": (NODE.local_source, "10.1.0.1", None, "node"),
+    "the node, with an interface for pods": (LocalSource(interface="br0"), "192.0.2.10", "lo", "node"),
+    "loopback": (NODE.local_source, "127.0.0.9", None, "node"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_a_sender_s_origin_follows_from_its_address_and_the_way_to_it(name: str) -> None:
+    local, sender, interface, origin = ORIGINS[name]
+    of = known(HERE)
+    of.node, of.addresses = replace(NODE, local_source=local), frozenset(addresses("192.0.2.20 10.1.0.1"))
+    (case,) = asked(of, "10.96.0.1:80", sender, "", None if interface is None else lambda _: interface)
+    assert case.question.packet.origin.value == origin
+
+
+SECOND = "192.0.2.20"
+SEEN = {
+    # endpoints, target, sender: those that see the node; the sentence about the source
+    "outside, on the node": (["192.0.2.10"], "203.0.113.1:80", "198.51.100.1", "", "kept: endpoints see"),
+    "outside, on the node's second address": (
+        [SECOND], "203.0.113.1:80", "198.51.100.1", "", "kept: endpoints see"),
+    "outside, ClusterIP": (["192.0.2.10"], "10.96.0.1:80", "198.51.100.1", "", "kept: endpoints see"),
+    "pod, external IP": (["192.0.2.10"], "203.0.113.1:80", "10.1.9.9", "", "kept: endpoints see"),
+    "one here, one elsewhere": (
+        ["192.0.2.10", "192.0.2.11"], "203.0.113.1:80", "198.51.100.1", "192.0.2.11:8080",
+        "masqueraded to .*; kept by 192.0.2.10:8080, which is on the node's own network"),
+    "the node": (["192.0.2.10"], "203.0.113.1:80", "node", "192.0.2.10:8080", "kept, except by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_packets_that_end_on_the_node_keep_their_source(name: str) -> None:
+    ends, to, sender, hidden, sentence = SEEN[name]
+    of = known(*(endpoint(address, "node1") for address in ends))
+    of.addresses = frozenset(addresses(f"192.0.2.10 {SECOND}"))
+    found = only(of, to, sender)
+    assert " ".join(each["endpoint"] for each in found["endpoints"] if each["masqueraded"]) == hidden
+    assert re.match(sentence, found["source"]), found["source"]
 
 
 def test_without_endpoints_packets_are_refused_and_without_local_ones_dropped() -> None:

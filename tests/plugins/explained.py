@@ -61,6 +61,7 @@ class KnownPlans:
         self._update = update
         self.node: NodeView = update.node
         self.plans = update.plans
+        self.addresses = frozenset(update.node.node_port_addresses)
         self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}
 
     def without_services(self) -> "KnownPlans":

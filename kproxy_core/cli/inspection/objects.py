@@ -78,7 +78,7 @@ def read_objects(
 
 def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
     plans = FamilyPlans(family, store)
-    plans.set_node(facts.view(family))
+    plans.set_node(facts.view(family), facts.addresses)
     for conflict in plans.plan():
         log.warning(str(conflict))
     return plans

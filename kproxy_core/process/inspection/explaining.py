@@ -17,14 +17,18 @@ from kproxy_core.explain.request import parse_sender, parse_target
 from kproxy_core.explain.traffic import expectation
 from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.host.netlink.routes import interface_towards
+from kproxy_core.model.address import Address, Family, family_of
 from kproxy_core.plan.service_plan import Frontend
 
 
-def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Case]:
-    """Return the packets that ``to``, ``from`` and ``origin`` in *given* mean. Raises NoAnswer."""
+def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans], *, live: bool) -> list[Case]:
+    """Return the packets that ``to``, ``from`` and ``origin`` in *given* mean. Raises NoAnswer.
+
+    *live*: this machine is the node, so that its routes tell the interface of a sender.
+    """
     sender = parse_sender(str(given.get("from", "")), str(given.get("origin", "")))
-    return cases(plans, parse_target(str(given.get("to", ""))), sender)
+    return cases(plans, parse_target(str(given.get("to", ""))), sender, _interface_towards if live else None)
 
 
 def explain(
@@ -35,7 +39,7 @@ def explain(
 
     Raises NoAnswer.
     """
-    found = cases_of(given, plans)
+    found = cases_of(given, plans, live=live)
     return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=live)
 
 
@@ -127,6 +131,11 @@ def reading(family: Family) -> Iterator[None]:
     except (BackendError, HostError) as error:
         missing = "" if "CAP_NET_ADMIN" in privileges.held() else "CAP_NET_ADMIN is missing; "
         raise NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}") from error
+
+
+def _interface_towards(address: Address) -> str:
+    with reading(family_of(address)):
+        return interface_towards(address)
 
 
 def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> Sequence[KernelSide] | None:

@@ -27,7 +27,7 @@ def described(
     encoded += [encode_service_cidr(cidrs)] if cidrs else []
     encoded += [encode_service(service) for _, service in sorted(services.items())]
     encoded += [encode_slice(piece) for piece in slices]
-    addresses = {address for view in views for address in view.node_port_addresses}
+    addresses = {address for of_family in plans.values() for address in of_family.addresses}
     return {
         "node": {"name": name, "zone": zone, "families": [view.family.label for view in views],
                  "addresses": sorted(map(format_address, addresses)),

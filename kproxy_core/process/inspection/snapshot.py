@@ -17,6 +17,7 @@ class Snapshot:
     def __init__(self, loop: Loop, plans: FamilyPlans) -> None:
         """On the loop's thread, for as long as it takes to copy a dictionary."""
         self.node = plans.node
+        self.addresses = plans.addresses
         self.plans: Mapping[ServicePortKey, ServicePlan] = dict(plans.plans)
         self._loop = loop
         self._live = plans

@@ -145,13 +145,13 @@ class BackendDriver(Driver):
             sums[protocol.name.lower(), dialled, port, endpoint] += number
         return sums
 
-    def explained(self, requests: Sequence[Mapping[str, str]]) -> list[Json]:
-        """Return the answers of ``kproxy explain`` to *requests*. The kernel is read once for all."""
-        assert self._loop is not None
-        assert self._instance is not None
+    def explained(self, requests: Sequence[Mapping[str, str]]) -> list[Json] | None:
+        """As the base's. The kernel is read once for all *requests*."""
+        if self._loop is None or self._instance is None:
+            return None
         plans = snapshots(self._loop)
-        cases = [case for request in requests for case in cases_of(request, plans)]
         with self.node.entered():
+            cases = [case for request in requests for case in cases_of(request, plans, live=True)]
             return answers(cases, self._instance, [()] * len(cases), live=True)
 
     def announced(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
-from kproxy_core.model.address import Protocol, format_socket
+from kproxy_core.model.address import Protocol, format_socket, is_loopback
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
@@ -41,7 +41,8 @@ def _in_front(
     if settings.notrack_mark and not pod and question.packet.protocol is Protocol.TCP:
         table = f"table {question.packet.family.ip} {names.NOTRACK_TABLE}"
         objects.append(KernelObject(table, f"meta mark {settings.notrack_mark:#010x} notrack"))
-    return KernelSide(tuple(objects), fate, found.remembered, side.deviation)
+    deviation = _ON_LOOPBACK if is_loopback(question.packet.destination) else side.deviation
+    return KernelSide(tuple(objects), fate, found.remembered, deviation)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:
@@ -50,6 +51,9 @@ def _may_translate(question: Question, settings: Settings) -> bool:
     if packet.origin is Origin.OUTSIDE or (plan is not None and packet.source in plan.hairpins):
         return False
     return packet.origin is Origin.NODE or not only_node_clients(settings.clients, question.node)
+
+
+_ON_LOOPBACK = "sockets of the node reach node ports on loopback, too"
 
 
 class _Found(NamedTuple):
@@ -61,9 +65,13 @@ class _Found(NamedTuple):
 
 
 def _keys(question: Question) -> list[bytes]:
-    packet = question.packet
+    packet, node = question.packet, question.node
     keys = [batch.frontend_key(packet.destination, packet.protocol, packet.port)]
-    if packet.destination in question.node.node_port_addresses:
+    on_loopback = (
+        node.node_ports_on_loopback and packet.origin is Origin.NODE
+        and packet.destination == node.family.loopback
+    )  # fmt: skip
+    if on_loopback or packet.destination in node.node_port_addresses:
         keys.append(batch.node_port_key(packet.family, packet.protocol, packet.port))
     return keys
 

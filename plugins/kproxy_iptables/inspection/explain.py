@@ -13,6 +13,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import make_style, wanted
+from kproxy_xtables import over_netlink
 from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
 from kproxy_xtables.semantics import Flight
 from kproxy_xtables.tables import Tables, Unusable
@@ -29,11 +30,16 @@ def explain(questions: Sequence[Question], tables: Tables | None) -> list[Kernel
     """Return the way of each packet in *tables*; None: as a sync would write them. Raises HostError."""
     if tables is None:
         return [_side(question, _Rules(_written(question))) for question in questions]
-    if tables.variant.nft and len(questions) <= _FEW:
+    if len(questions) <= _FEW and _has_many_chains(tables):
         ruleset: Ruleset = _OnDemand(tables, (key for question in questions for key in _written(question)))
     else:
         ruleset = _Rules(tables.chains(), for_many=True)
     return [_side(question, ruleset) for question in questions]
+
+
+def _has_many_chains(tables: Tables) -> bool:
+    """Return whether single chains are read in less time than all. A legacy program reads a whole table."""
+    return tables.variant.nft and over_netlink.count_chains(tables.family, NAT) > _MOST_READ
 
 
 _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp|sctp) .*--dport (\d+) -[jg] (\S+)")
@@ -118,7 +124,7 @@ def _written(question: Question) -> dict[ChainKey, list[str]]:
 
 
 def _side(question: Question, ruleset: Ruleset) -> KernelSide:
-    walk = Walk(ruleset, question.node)
+    walk = Walk(ruleset, question.node, question.addresses)
     fate = follow(question, walk)
     return KernelSide(
         tuple(walk.objects), None if walk.strange else fate, walk.remembered, _deviation(question))
@@ -152,12 +158,15 @@ def _chains_after(outgoing: bool, to_node: bool, translated: bool) -> tuple[Chai
     """Return the built-in chains that follow the nat table's first one."""
     last = ["INPUT"] if to_node else [] if outgoing else ["FORWARD"]
     hooks = ["OUTPUT", *last] if outgoing else last
-    return *((FILTER, hook) for hook in hooks), *[(NAT, "POSTROUTING")] * translated
+    leaves = outgoing or not to_node
+    return *((FILTER, hook) for hook in hooks), *[(NAT, "POSTROUTING")] * (translated and leaves)
 
 
 def _deviation(question: Question) -> str:
     """Return the deviation by design for such a packet, which kube-proxy's mode shares."""
     plan, frontend = question.plan, question.frontend
+    if plan is None and is_loopback(question.packet.destination):
+        return "node ports are served on loopback, too"
     if plan is None or frontend is None:
         return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"
     kind = kind_of(frontend, plan)

@@ -63,7 +63,8 @@ def frontends(family: Family) -> list[Frontend]:
 
 
 def side_of(question: Question, state: State) -> KernelSide:
-    walk = Walk(_Rules(question.node.family, state), question.node, state.local)
+    rules = _Rules(question.node.family, state)
+    walk = Walk(rules, question.node, question.addresses, bound=state.local)
     fate, remembered = _follow(question.packet, walk, state)
     return KernelSide(
         tuple(walk.objects), None if walk.strange else fate, remembered, _deviation(question, state))
@@ -142,8 +143,10 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     choices = []
     for where, weight in usable.items():
         translated = Flight(flight.packet, where.address, where.port, flight.mark, translated=True)
-        (end,) = walk.through(NAT, "POSTROUTING", translated)
-        choices.append(Choice(where, weight / total, end.flight.masqueraded))
+        if outgoing or not walk.is_local(where.address):
+            (end,) = walk.through(NAT, "POSTROUTING", translated)
+            translated = end.flight
+        choices.append(Choice(where, weight / total, translated.masqueraded))
     remembered = state.remembered(key, packet.source)
     # net.ipv4.vs.expire_quiescent_template, which this mode and kube-proxy set, makes IPVS forget the others.
     return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), (

@@ -28,12 +28,13 @@ from kproxy_core.host.netlink.messages import (
     attribute,
     text_attribute,
 )
+from kproxy_core.host.netlink.routes import read_route
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.names import DEVICE
 
 _RTM_DELLINK, _RTM_GETLINK, _IFLA_IFNAME = 17, 18, 3
-_RTM_NEWROUTE, _RTM_DELROUTE, _RTM_GETROUTE = 24, 25, 26
+_RTM_NEWROUTE, _RTM_DELROUTE = 24, 25
 _CREATE = NLM_F_CREATE | NLM_F_EXCL
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFA_F_NODAD = 0x02
@@ -126,13 +127,10 @@ def _await_local(address: Address) -> None:
     The kernel acknowledges an IPv6 address before it has created the route, in the order of the addresses
     (addrconf_dad_work, net/ipv6/addrconf.c). IPVS does not see packets until then.
     """
-    header = _RTMSG.pack(Family.IPV6.af, Family.IPV6.bits, 0, 0, 0, 0, 0, 0, 0)
-    payload = header + attribute(_RTA_DST, address)
     with doing(f"read the route to {format_address(address)}"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         for _ in range(_ROUTE_CHECKS):
             try:
-                ((data, start, _),) = sock.request(_RTM_GETROUTE, 0, payload)
-                if _RTMSG.unpack_from(data, start)[7] == _TYPE_LOCAL:
+                if read_route(sock, address).is_local:
                     return
             except OSError as error:
                 if error.errno not in _UNREACHABLE:

@@ -30,7 +30,7 @@ _FEW = 1000
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises BackendError or HostError."""
     if not live:
-        return [walk(q.packet, q.node, _Written(q.node, q.plan)) for q in questions]
+        return [walk(q.packet, q.node, _Written(q.node, q.plan), q.addresses) for q in questions]
     family = questions[0].node.family
     with Kernel() as kernel:
         try:
@@ -38,7 +38,7 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
         except Crashed as error:
             unread = KernelObject(f"table {family.ip} {kube_proxy.TABLE}", str(error))
             return [KernelSide((unread,)) for _ in questions]
-        return [walk(question.packet, question.node, table) for question in questions]
+        return [walk(q.packet, q.node, table, q.addresses) for q in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:

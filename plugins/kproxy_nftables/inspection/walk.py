@@ -14,7 +14,7 @@ from kproxy_core.backend.api import KernelObject, KernelSide
 from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own
 from kproxy_nft.counting import CONNECTIONS
 from kproxy_nftables import names
 from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
@@ -53,9 +53,11 @@ class Table(abc.ABC):
         return True
 
 
-def walk(packet: Packet, node: NodeView, table: Table) -> KernelSide:
-    """Return the way of *packet*, the first of its connection."""
-    return _Walk(packet, node, table).way()
+def walk(
+    packet: Packet, node: NodeView, table: Table, addresses: frozenset[Address] = frozenset()
+) -> KernelSide:
+    """Return the way of *packet*, the first of its connection. *addresses* are of the node's interfaces."""
+    return _Walk(packet, node, table, addresses).way()
 
 
 _IGNORED = re.compile(r"( comment \".*\")?( # handle \d+)?$")
@@ -63,7 +65,10 @@ _ENDPOINT = re.compile(r"dnat (?:ip6? )?to (?P<where>\S+:\d+)")
 
 
 class _Walk:
-    def __init__(self, packet: Packet, node: NodeView, table: Table) -> None:
+    def __init__(
+        self, packet: Packet, node: NodeView, table: Table, addresses: frozenset[Address]
+    ) -> None:
+        self._addresses = addresses
         self._first = packet
         self._packet = packet
         self._node = node
@@ -98,7 +103,8 @@ class _Walk:
             self._dnat, self._marked, self._masqueraded = True, marked, False
             if end := self._ended(self._onwards(where.address, outgoing=outgoing)):
                 return end
-            self._chain("nat-postrouting")
+            if outgoing or not self._is_local(where.address):
+                self._chain("nat-postrouting")
             known = choices.get(where)
             choices[where] = Choice(where, (known.share if known else 0.0) + share, self._masqueraded)
         return Fate(Outcome.FORWARDED, self._last(), tuple(choices.values()))
@@ -111,8 +117,7 @@ class _Walk:
         return ["filter-input"] if is_local else ["filter-forward"]
 
     def _is_local(self, address: Address) -> bool:
-        node = self._node
-        return address in node.node_port_addresses or address in (node.node_ip, node.family.loopback)
+        return is_own(address, self._node, self._addresses)
 
     def _last(self) -> str:
         last = next(reversed(self._objects), None)

@@ -7,7 +7,7 @@ from functools import cache
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
@@ -93,7 +93,7 @@ def _as_written(
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
     rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)))
-    written = Walk(rules, node, bridged=bridged)
+    written = Walk(rules, node, question.addresses, bridged=bridged)
     (end,) = written.through("nat", _hook(packet), Flight.of(packet))
     relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
     return _side(relay_of_packet, 0, list(written.objects))
@@ -134,12 +134,12 @@ class _Portals:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
         packet = question.packet
         if self.rules:
-            walk = Walk(Ruleset(self.rules), question.node, bridged=self.bridged)
+            walk = Walk(Ruleset(self.rules), question.node, question.addresses, bridged=self.bridged)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         address, protocol, port = packet.destination, packet.protocol, packet.port
         dialled = self.redirects.get(Frontend(address, protocol, port), [])
-        if Walk(Ruleset({}), question.node).is_local(address):
+        if is_own(address, question.node, question.addresses):
             dialled = [*dialled, *self.redirects.get(Frontend(None, protocol, port), [])]
         for redirect in dialled:
             source = redirect.portal.source

@@ -1,21 +1,18 @@
 """Bridges whose packets iptables sees while they are on a port (br_netfilter, linux/if_link.h)."""
 
 import struct
-import sys
 from collections.abc import Iterable
 from typing import Final
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.errors import HostError, doing
-from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attribute, attributes
+from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes
+from kproxy_core.host.netlink.routes import read_route
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family
 
 _RTM_GETLINK: Final = 18
-_RTM_GETROUTE: Final = 26
-_RTMSG: Final = struct.Struct("=BBBBBBBBI")
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
-_RTA_DST, _RTA_OIF = 1, 4
 _IFLA_LINKINFO, _INFO_KIND, _INFO_DATA = 18, 1, 2
 _NF_CALL: Final = {Family.IPV4: 36, Family.IPV6: 37}
 """IFLA_BR_NF_CALL_IPTABLES and IFLA_BR_NF_CALL_IP6TABLES."""
@@ -34,19 +31,16 @@ def bridged_sources(sources: Iterable[Address], family: Family) -> frozenset[Add
     with doing("read the routes to senders"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         return frozenset(
             source for source in set(sources)
-            if (device := _device(sock, source, family))
-            and _filters(sock, device, family, everywhere=everywhere)
+            if (device := _device(sock, source)) and _filters(sock, device, family, everywhere=everywhere)
         )  # fmt: skip
 
 
-def _device(sock: NetlinkSocket, address: Address, family: Family) -> int:
+def _device(sock: NetlinkSocket, address: Address) -> int:
     """Return the index of the interface that leads to *address*; 0 without a route."""
-    header = _RTMSG.pack(family.af, family.bits, 0, 0, 0, 0, 0, 0, 0)
     try:
-        ((data, start, end),) = sock.request(_RTM_GETROUTE, 0, header + attribute(_RTA_DST, address))
+        return read_route(sock, address).interface
     except OSError:
         return 0
-    return int.from_bytes(attributes(data, start + _RTMSG.size, end).get(_RTA_OIF, b""), sys.byteorder)
 
 
 def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bool) -> bool:
