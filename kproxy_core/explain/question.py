@@ -81,7 +81,7 @@ def cases(
         if sender.address is not None and family_of(sender.address) is not family:
             continue
         for destination, frontend in _destinations(of_family, target):
-            for origin, source, is_typical in _senders(of_family, sender, interface_towards):
+            for origin, source, is_typical in _senders(of_family, sender, destination, interface_towards):
                 found.append(Case.of(
                     of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
                     frontend, is_typical=is_typical,
@@ -129,11 +129,13 @@ def _node_address(node: NodeView) -> Address | None:
 
 
 def _senders(
-    plans: Plans, sender: Sender, interface_towards: InterfaceTowards | None
+    plans: Plans, sender: Sender, destination: Address, interface_towards: InterfaceTowards | None
 ) -> Iterator[tuple[Origin, Address, bool]]:
     node, address = plans.node, sender.address
     if address is not None:
-        yield sender.origin or _origin_of(address, plans, interface_towards), address, False
+        # Only the node sends from the address that it dials, such as a ClusterIP that an interface has.
+        of_itself = Origin.NODE if address == destination else None
+        yield sender.origin or of_itself or _origin_of(address, plans, interface_towards), address, False
         return
     for origin in [sender.origin] if sender.origin else Origin:
         yield origin, stand_in(origin, node), True

@@ -15,7 +15,6 @@ from kproxy_core.host import sysctl
 from kproxy_core.host.tracing.events import trace_events
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
-from kproxy_core.modes.control import send_request
 from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_ebpf.inspection.traffic import Counted
@@ -74,13 +73,10 @@ class ExplainedPlay(Play):
                     left -= 1
 
     def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-        """Return the answers for all *attempts*, over the control socket of the node."""
-        return list(map(self._ask, attempts))
-
-    def _ask(self, attempt: Attempt) -> dict[str, Any]:
-        with self._stage.topology["node"].entered():
-            (answer,) = send_request({"do": "explain", **self.request(attempt)}, lambda line: None)["packets"]
-        return dict(answer)
+        """Return the answers for all *attempts*."""
+        answers = self._stage.driver.explained(list(map(self.request, attempts)))
+        assert answers is not None
+        return answers
 
     def request(self, attempt: Attempt) -> dict[str, str]:
         """Return the request that *attempt* is explained with."""
@@ -145,10 +141,6 @@ class PlayHere(ExplainedPlay):
     """A play with the backend in this process, which reads the kernel once for all packets of a round."""
 
     make_driver = BackendDriver
-
-    def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-        assert isinstance(self._stage.driver, BackendDriver)
-        return self._stage.driver.explained(list(map(self.request, attempts)))
 
 
 class CountingPlay(ExplainedPlay):

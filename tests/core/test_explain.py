@@ -134,6 +134,7 @@ ORIGINS = {
     "another address of the node": (NODE.local_source, "192.0.2.20", None, "node"),
     "the node's address among the pods'": (NODE.local_source, "10.1.0.1", None, "node"),
     "the node, with an interface for pods": (LocalSource(interface="br0"), "192.0.2.10", "lo", "node"),
+    "the address that is dialled": (NODE.local_source, "10.96.0.1", None, "node"),
     "loopback": (NODE.local_source, "127.0.0.9", None, "node"),
 }  # fmt: skip
 

@@ -1,14 +1,15 @@
 """Backends that send packets astray, each of which one scenario must notice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import structs
 from msgspec.structs import force_setattr, replace
 
-from kproxy_core.backend.api import Connections, Leftovers, Update
+from kproxy_core.backend.api import Connections, KernelSide, Leftovers, Question, Update
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.model.address import Protocol
+from kproxy_core.plan.fate import Fate, Outcome
 from kproxy_core.plan.service_plan import ServicePlan
 from tests.kit.sabotage import Sabotage, nft
 
@@ -75,6 +76,14 @@ class CutsWhenRetiring(Sabotage):
         return Leftovers("plain")
 
 
+class ExplainsWrongly(Sabotage):
+    check, words = "external-ip", "kproxy explain .* refused, and attempts are reached"
+
+    @hookimpl
+    def kproxy_explain(self, questions: Sequence[Question]) -> list[KernelSide]:
+        return [KernelSide((), Fate(Outcome.REFUSED, "")) for _ in questions]
+
+
 def _but(**changes: Any) -> Change:
     return lambda plan: structs.replace(plan, **changes)
 
@@ -114,4 +123,5 @@ SCENARIOS: tuple[Sabotage, ...] = (
     KeepsDeletedServices(),
     TakesAllAlong(),
     CutsWhenRetiring(),
+    ExplainsWrongly(),
 )  # fmt: skip

@@ -138,6 +138,10 @@ class Driver:
         """Return the connections that the backend has counted. Raises Unavailable if it does not count."""
         raise NotImplementedError
 
+    def explained(self, requests: Sequence[Mapping[str, str]]) -> list[Json] | None:
+        """Return an answer of ``kproxy explain`` to each of *requests*; None if the proxy cannot be asked."""
+        return None
+
     def announced(self) -> str:
         """Return the caveats about the current Services; "" without any."""
         return ""

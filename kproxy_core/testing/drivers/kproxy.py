@@ -1,13 +1,14 @@
 """kproxy, fed by a directory of manifests or by an API server."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kproxy_core.modes.control import send_request
 from kproxy_core.testing.apiserver.server import Server
 from kproxy_core.testing.apiserver.store import Store
 from kproxy_core.testing.drivers.driver import NO_OPTIONS, Options, ProxyDriver
@@ -45,6 +46,13 @@ class KproxyDriver(ProxyDriver):
 
     def delete(self, obj: Mapping[str, Any]) -> None:
         self._path(obj).unlink(missing_ok=True)
+
+    def explained(self, requests: Sequence[Mapping[str, str]]) -> list[Json] | None:
+        if not self.is_running:
+            return None
+        with self.node.entered():
+            answers = [send_request({"do": "explain", **request}) for request in requests]
+        return [packet for answer in answers for packet in answer["packets"]]
 
     def arguments(self, mode: str, config: Path) -> list[str]:
         chosen = [f"--mode={mode}", "--mode-fallback=never"]

@@ -42,7 +42,7 @@ class Outcome:
     seen_client: str = ""
     """The client's address as the endpoint saw it."""
     own_client: str = ""
-    """The client's address as the client saw it."""
+    """The client's address as the client saw it; "" if the attempt failed before it was chosen."""
 
     def __str__(self) -> str:
         if self.kind != REACHED:
@@ -50,12 +50,14 @@ class Outcome:
         return f"{self.endpoint}:{self.port} (which saw {self.seen_client})"
 
 
-def _failure(error: OSError) -> Outcome:
+def _failure(error: OSError, own: str = "") -> Outcome:
     if isinstance(error, TimeoutError):
-        return Outcome(DROPPED)
-    if isinstance(error, ConnectionRefusedError):
-        return Outcome(REFUSED)
-    return Outcome(UNREACHABLE if error.errno in _UNREACHABLE else BROKEN)
+        kind = DROPPED
+    elif isinstance(error, ConnectionRefusedError):
+        kind = REFUSED
+    else:
+        kind = UNREACHABLE if error.errno in _UNREACHABLE else BROKEN
+    return Outcome(kind, own_client=own)
 
 
 class Conversation:
@@ -93,7 +95,12 @@ class Conversation:
             self._socket.connect(self._target)
             return self.exchange()
         except OSError as error:
-            return _failure(error)
+            return _failure(error, self._own_address())
+
+    def _own_address(self) -> str:
+        """Return the address from which the socket sends; "" if none has been chosen."""
+        own: str = self._socket.getsockname()[0]
+        return "" if own in ("0.0.0.0", "::") else own
 
     def _connect_stream(self) -> None:
         """Connect, noticing every ICMP error.
@@ -131,7 +138,7 @@ class Conversation:
             self._socket.send(b"again\n")
             return self._read()
         except OSError as error:
-            return _failure(error)
+            return _failure(error, self._own_address())
 
     def _discard_late_answers(self) -> None:
         self._socket.setblocking(False)
@@ -151,8 +158,8 @@ class Conversation:
                 return Outcome(BROKEN)
             data += piece
         answer = json.loads(data.splitlines()[-1])
-        endpoint, own = symbol_of(answer["address"]), self._socket.getsockname()[0]
-        return Outcome(REACHED, endpoint, answer["port"], answer["client"], own)
+        endpoint = symbol_of(answer["address"])
+        return Outcome(REACHED, endpoint, answer["port"], answer["client"], self._own_address())
 
     def close(self) -> None:
         self._socket.close()

@@ -42,6 +42,11 @@ class Expectation:
         return self._outcome == DROPPED
 
     @property
+    def is_of_all(self) -> bool:
+        """All endpoints that may be reached are named, and must be."""
+        return bool(self._wanted) and self._at_least == len(self._wanted)
+
+    @property
     def default_count(self) -> int:
         """Attempts for each source, where the step does not say."""
         if not self._all_of:

@@ -23,6 +23,7 @@ from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.barrier import Barrier
 from kproxy_core.testing.suite.evidence import ruleset
 from kproxy_core.testing.suite.expectation import Attempts, Expectation, Remembered
+from kproxy_core.testing.suite.explained import contradictions
 from kproxy_core.testing.suite.objects import Json, Key
 from kproxy_core.testing.suite.scenario import Scenario, Step
 
@@ -170,7 +171,19 @@ class Player:
                     break
             return attempts
 
-        self._expect(expectation, burst, spec)
+        self._check_explanation(spec, self._expect(expectation, burst, spec), of_all=expectation.is_of_all)
+
+    def _check_explanation(self, spec: Step, attempts: Attempts, *, of_all: bool) -> None:
+        """Ask about the packets of *attempts* from the first source. Raises Failure if they contradict it."""
+        _, to, port = self._target(spec)
+        source, first = attempts[0]
+        where = f"[{to}]:{port}" if ":" in to else f"{to}:{port}"
+        sender = first.own_client or source or resolve(spec["from"], self._family)
+        packet = {"to": f"{where}/{spec.get('proto', 'tcp')}", "from": sender}
+        for answer in self._driver.explained([packet]) or ():
+            if found := contradictions(answer, attempts, of_all=of_all):
+                text = yaml.safe_dump(answer, default_flow_style=None, width=100)
+                raise Failure(f"kproxy explain {sender} {packet['to']}: {'; '.join(found)}\n{text}")
 
     def _open(self, spec: Step, step: Step) -> None:
         def attempt() -> Attempts:
@@ -195,19 +208,22 @@ class Player:
         expect = step.get("expect", {})
         self._expect(Expectation(expect, self._family, self._remembered, all_of=False), attempt, spec)
 
-    def _expect(self, expectation: Expectation, attempts: Callable[[], Attempts], spec: Step) -> None:
-        """Make *attempts* until they are as expected. Raises Failure after the deadline."""
+    def _expect(self, expectation: Expectation, attempts: Callable[[], Attempts], spec: Step) -> Attempts:
+        """Make *attempts* until they are as expected. Return the last. Raises Failure after the deadline."""
         problem = ""
+        made: Attempts = ()
 
         def is_as_expected() -> bool:
-            nonlocal problem
-            problem = expectation.judge(attempts())
+            nonlocal problem, made
+            made = attempts()
+            problem = expectation.judge(made)
             return not problem
 
         patience = 0 if spec.get("at_once") else spec.get("deadline", DEADLINE)
         if not dialing.wait_until(is_as_expected, patience):
             raise Failure(problem)
         expectation.remember()
+        return made
 
     def _close(self, name: str, _: Step) -> None:
         self._conversations.pop(name).close()
