@@ -218,3 +218,37 @@ def test_a_report_has_the_tables_that_can_be_read(node: Namespace, tmp_path: Pat
         assert "table ip foreign {" in ruleset
     else:
         assert ruleset.startswith(f"# {CRASH.format('ip foreign')}\n# {CRASH.format('bridge switch')}\n")
+
+
+SEVEN = """
+apiVersion: v1
+kind: Service
+metadata: {name: seven, namespace: shop}
+spec: {clusterIP: 10.96.0.77, clusterIPs: [10.96.0.77], ipFamilies: [IPv4], ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: seven-1, namespace: shop, labels: {kubernetes.io/service-name: seven}}
+addressType: IPv4
+ports: [{name: "", protocol: TCP, port: 8080}]
+endpoints:
+""" + "".join(f"- addresses: [10.1.2.{number}]\n" for number in range(11, 18))
+"""A Service that needs a chain of its own: no other has seven endpoints."""
+
+
+def test_a_proxy_serves_beside_tables_that_crash_libnftables(node: Namespace, manifests: Path) -> None:
+    node.run(TRIXIE.nft, "-f", "-", stdin=FOREIGN)
+    with serving(node, "10.1.2.3"), running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        dial(node, "10.96.0.10", 80)
+        (manifests / "seven.yaml").write_text(SEVEN)
+        while "tcp-cluster-7" not in node.run(TRIXIE.nft, "list", "table", "ip", "kproxy"):
+            assert proxy.health()[0] == 200
+        node.run(TRIXIE.nft, "-f", "-", stdin="table inet later { set s { type ifname; }; }")
+        (manifests / "seven.yaml").unlink()
+        while "10.96.0.77" in node.run(TRIXIE.nft, "list", "table", "ip", "kproxy"):
+            assert proxy.health()[0] == 200
+        dial(node, "10.96.0.10", 80)
+        assert proxy.end()[0] == 0
+    assert "table ip kproxy removed" in node.run(KPROXY, "--cleanup")
+    assert "kproxy" not in node.run(TRIXIE.nft, "list", "tables")
