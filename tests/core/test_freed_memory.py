@@ -1,4 +1,4 @@
-"""Memory that is freed in the middle of the heap, as libnftables does."""
+"""Memory that is freed in the middle of the heap."""
 
 import ctypes
 from pathlib import Path

@@ -498,7 +498,8 @@ class HeldRule(NamedTuple):
     notes: bytes
     """User data, such as nft's comment."""
 
-    def is_(self, rule: Rule) -> bool:
+    def equals(self, rule: Rule) -> bool:
+        """Return whether it is *rule*, expression by expression, and without a comment."""
         wanted = rule_expressions(rule)
         return not self.notes and len(wanted) == len(self.expressions) and all(
             map(Expression.is_same, wanted, self.expressions))
@@ -591,7 +592,7 @@ def _holds(table: Table, held: HeldTable, item: Object) -> bool:
         if not same_attributes(found, wanted):
             return False
         rules = held.rules.get(item.name, [])
-        return len(rules) == len(item.rules) and all(map(HeldRule.is_, rules, item.rules))
+        return len(rules) == len(item.rules) and all(map(HeldRule.equals, rules, item.rules))
     if isinstance(item, Container):
         kept = held.containers.get(item.name)
         if kept is None:

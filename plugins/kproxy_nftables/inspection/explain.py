@@ -121,7 +121,7 @@ def _texts(held: HeldTable, questions: Sequence[Question]) -> dict[str, list[str
                 known[item.name] += item.rules
     found: dict[str, list[str]] = {}
     for chain, rules in held.rules.items():
-        texts = [next((rule_text(one) for one in known[chain] if rule.is_(one)), "") for rule in rules]
+        texts = [next((rule_text(one) for one in known[chain] if rule.equals(one)), "") for rule in rules]
         found[chain] = [f"{text} # handle {rule.handle}" for text, rule in zip(texts, rules, strict=True)]
         if not all(texts):
             foreign = _listed(node.family, chain)
