@@ -5,6 +5,7 @@ from itertools import filterfalse
 from typing import NamedTuple
 
 import pytest
+from msgspec import structs
 
 from kproxy_core.host.nftables.connection import Connection
 from kproxy_core.host.nftables.objects import (
@@ -21,9 +22,16 @@ from kproxy_core.host.nftables.objects import (
 from kproxy_core.host.nftables.rules import Expression
 from kproxy_core.host.tracing.table import Match, marking_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
+from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.testing.builders import node_view
+from kproxy_core.testing.conformance.features import everything
 from kproxy_ebpf.skeleton import notrack_layout, notrack_table
 from kproxy_nft import counting
+from kproxy_nftables import skeleton
+from kproxy_nftables.owned_chains import all_owned
+from kproxy_nftables.questions.detect import TEMPLATES
+from kproxy_nftables.skeleton import Extras
 from kproxy_userspace.batch import nft_elements
 from kproxy_userspace.skeleton import nft_layout, nft_table
 from kproxy_userspace.wanted import Portal, Redirect
@@ -83,6 +91,29 @@ def notrack_cases(family: Family) -> Iterator[Case]:
     yield Case("notrack", notrack_table(family), notrack_layout(1 << 12))
 
 
+def service_cases(family: Family) -> Iterator[Case]:
+    """The nftables mode: all templates and objects of service ports, for each way to recognise pods."""
+    plans = everything(family).values()
+    ipv4 = family is Family.IPV4
+    sources = {
+        "network": LocalSource(cidr=parse_cidr("10.244.0.0/17" if ipv4 else "fd00:10:244::/61")),
+        "bridge": LocalSource(interface="cni0"),
+        "prefix": LocalSource(interface_prefix="veth"),
+        "nothing": None,
+    }
+    templates = {*TEMPLATES, *skeleton.templates_of(plans)}
+    for what, source in sources.items():
+        cidrs = "10.96.0.0/13 10.104.0.0/13 198.18.0.0/15" if ipv4 else "fd00:96::/112 fd00:97::/108"
+        node = structs.replace(
+            node_view(family=family, anywhere=what != "nothing", service_cidrs=cidrs),
+            local_source=source, masquerade_all=what == "bridge", masquerade_bit=14 if source else 31,
+        )  # fmt: skip
+        extras = Extras(counted=what in ("network", "nothing"))
+        layout = skeleton.layout(node, templates, all_owned(plans), extras)
+        assert any(name.startswith("endpoints-") for name in layout)
+        yield Case(f"services-of-pods-by-{what}", skeleton.table(family), layout)
+
+
 def trace_cases(family: Family) -> Iterator[Case]:
     matches = [
         Match(family, ADDRESS[family], Protocol.TCP, 80, None),
@@ -92,7 +123,7 @@ def trace_cases(family: Family) -> Iterator[Case]:
     yield Case("trace", Table(family, "traced"), {item.name: item for item in marking_chains(matches)})
 
 
-KINDS = (counting_cases, portal_cases, notrack_cases, trace_cases)
+KINDS = (service_cases, counting_cases, portal_cases, notrack_cases, trace_cases)
 CASES = [case for cases in KINDS for family in Family for case in cases(family)]
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)

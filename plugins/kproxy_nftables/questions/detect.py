@@ -35,7 +35,7 @@ _POD_CIDR: dict[Family, Cidr] = {
     Family.IPV4: parse_cidr("192.0.2.0/24"),
     Family.IPV6: parse_cidr("2001:db8::/32"),
 }
-_TEMPLATES = tuple(
+TEMPLATES = tuple(
     Template(protocol, policy, cluster, local, sticky, node_port)
     for protocol in Protocol
     for policy, cluster, local in (("cluster", 1, 0), ("local", 0, 1), ("external-local", 1, 1))
@@ -82,7 +82,7 @@ def _tried(
         family=family, name="check", local_source=LocalSource(cidr=_POD_CIDR[family]),
         node_ports_anywhere=True,
     )
-    objects = skeleton.layout(node, _TEMPLATES, {}).values()
+    objects = skeleton.layout(node, TEMPLATES, {}).values()
     needed = dict.fromkeys(module for feature in FEATURES for module in feature.modules_of(family))
     yield attempts.attempt(
         f"{ip}: all rules of the mode", _BASE, partial(_refusal, run, trial_of(family, objects)),
