@@ -138,6 +138,8 @@ class Family(enum.Enum):
         self.ip = "ip" if ipv4 else "ip6"
         """The family in the names of nft, iptables and their kernel modules."""
         self.unspecified = Address(bytes(self.size))
+        self.no_source = Cidr(Address(b"\xff" * self.size), self.bits)
+        """A network in which no sender can be: the broadcast address, or a multicast one."""
         self.loopback = parse_address("127.0.0.1" if ipv4 else "::1")
         self.loopback_cidr = parse_cidr("127.0.0.0/8" if ipv4 else "::1/128")
 

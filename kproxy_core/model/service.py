@@ -59,6 +59,7 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
     load_balancer_ips: tuple[Address, ...] = ()
     """``status.loadBalancer.ingress`` of ipMode VIP."""
     source_ranges: tuple[Cidr, ...] = ()
+    """`Family.no_source` where nobody is admitted."""
     affinity_seconds: int = 0
     """Timeout of ClientIP session affinity; 0: no affinity."""
     internal_policy_local: bool = False

@@ -49,9 +49,7 @@ def _value(
         external_ips = _each(spec.external_ips, "spec.externalIPs[{}]", reading.checked_address, found)
     source_ranges: tuple[Cidr, ...] = ()
     if spec.load_balancer_source_ranges:
-        source_ranges = _each(
-            spec.load_balancer_source_ranges, "spec.loadBalancerSourceRanges[{}]", reading.checked_cidr, found
-        )
+        source_ranges = _source_ranges(spec.load_balancer_source_ranges, found)
     external_local = _is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy", found) and (
         spec.type in ("NodePort", "LoadBalancer") or bool(spec.external_ips)
     )
@@ -62,7 +60,7 @@ def _value(
         created=_created(meta.creation_timestamp, found),
         external_ips=external_ips,
         load_balancer_ips=_load_balancer_ips(obj.status, found),
-        source_ranges=_restricting(source_ranges),
+        source_ranges=source_ranges,
         affinity_seconds=_affinity_seconds(spec, found),
         internal_policy_local=_is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy", found),
         external_policy_local=external_local,
@@ -152,12 +150,26 @@ def _each(
     return tuple(kept)
 
 
-def _restricting(ranges: tuple[Cidr, ...]) -> tuple[Cidr, ...]:
-    """Return *ranges* without those of a family in which a range covers every address."""
-    if not ranges:
-        return ranges
+def _source_ranges(texts: Sequence[str | None], found: reading.Findings) -> tuple[Cidr, ...]:
+    """Return the networks that restrict clients; none of a family in which one covers every address.
+
+    Beside an invalid entry, only valid ones admit clients: a family without any admits nobody. kube-proxy
+    ignores such entries, because API servers reject them; manifests may have them.
+    """
+    ranges: dict[Cidr, None] = {}
+    is_valid = True
+    for i, text in enumerate(texts):
+        try:
+            ranges[reading.checked_cidr(text and text.strip(), "spec.loadBalancerSourceRanges[{}]", i)] = None
+        except reading.Refused as refused:
+            found.add(refused.field, f"{refused.problem}; only clients in valid ranges are admitted")
+            is_valid = False
     open_to_all = {r.family for r in ranges if r.prefix == 0}
-    return tuple(r for r in ranges if r.family not in open_to_all)
+    kept = tuple(r for r in ranges if r.family not in open_to_all)
+    if is_valid:
+        return kept
+    ranged = {r.family for r in ranges}
+    return kept + tuple(family.no_source for family in Family if family not in ranged)
 
 
 def _affinity_seconds(spec: wire.ServiceSpec, found: reading.Findings) -> int:

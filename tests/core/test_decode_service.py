@@ -237,16 +237,24 @@ def test_load_balancer_addresses(ingress: object, kept: str, bad: list[str]) -> 
     assert (found.load_balancer_ips, complaints) == (addresses(kept), bad)
 
 
+NOBODY_4, NOBODY_6 = "255.255.255.255/32", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff/128"
+NOBODY = f"{NOBODY_4} {NOBODY_6}"
+
+
 @pytest.mark.parametrize(("texts", "kept", "bad"), [
     (["192.0.2.0/24", " 198.51.100.0/24 "], "192.0.2.0/24 198.51.100.0/24", []),
     (["192.0.2.77/24", "192.0.2.0/24"], "192.0.2.0/24", []),
     (["192.0.2.0/024"], "192.0.2.0/24", []),
-    (["", "  ", None], "", []),
-    (["192.0.2.0", "10.0.0.0/33", "x/8", "192.0.2.0/24"], "192.0.2.0/24", [0, 1, 2]),
+    ([], "", []),
+    (["", "  ", None], NOBODY, [0, 1, 2]),
+    (["192.0.2.0", "10.0.0.0/33", "x/8", "192.0.2.0/24"], f"192.0.2.0/24 {NOBODY_6}", [0, 1, 2]),
+    (["junk", "0.0.0.0/0"], NOBODY_6, [0]),
+    (["junk", "0.0.0.0/0", "::/0"], "", [0]),
+    (["junk", "2001:db8::/32"], f"2001:db8::/32 {NOBODY_4}", [0]),
     (["192.0.2.0/24", "0.0.0.0/0"], "", []),
     (["0.0.0.0/0", "2001:db8::/32"], "2001:db8::/32", []),
     (["192.0.2.0/24", "::/0"], "192.0.2.0/24", []),
-    (["junk"], "", [0]),
+    (["junk"], NOBODY, [0]),
 ])
 def test_source_ranges(texts: list[str], kept: str, bad: list[int]) -> None:
     found, complaints = served({"loadBalancerSourceRanges": texts})
