@@ -95,7 +95,8 @@ class FamilyState:
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Reconcile the table with *plans* from a fresh read of the kernel, without a gap in service.
 
-        Writes only what differs. Raises SyncFailed, TrustLost.
+        Writes only what differs. Claiming the table and deleting chains that nothing uses any more are not
+        counted as operations. Raises SyncFailed, TrustLost.
         """
         self._node = None
         self._find_devices()
@@ -108,9 +109,9 @@ class FamilyState:
             applied, operations = self._replace(node, plans, layout)
             held = None
         self._applied, self._templates, self._node, self._stale = applied, templates, node, {}
-        # Our table belongs to us as a whole.
-        removal = [] if held is None else list(self._table.remove(unwanted(held, layout)))
-        return SyncReport(operations + (len(removal) if self._clean_up(removal) else 0))
+        if held is not None:  # Our table belongs to us as a whole.
+            self._clean_up(list(self._table.remove(unwanted(held, layout))))
+        return SyncReport(operations)
 
     def _reconcile(
         self, node: NodeView, plans: Plans, layout: Layout, held: HeldTable | None
@@ -120,6 +121,7 @@ class FamilyState:
         Raises Replacement if that takes a new table.
         """
         commands = difference(self._table, layout, held)
+        changes = len(commands) - commands.count(self._table.create())
         actual: Contents = {
             container: self._kernel.elements(self._family, container) if held is not None else {}
             for container in names.ELEMENT_CONTAINERS
@@ -127,7 +129,7 @@ class FamilyState:
         if not any(actual.values()):
             applied = Applied()
             parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
-            return applied, len(commands) + self._kernel.fill(self._family, parts, commands)
+            return applied, changes + self._kernel.fill(self._family, parts, commands)
         applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
@@ -142,7 +144,7 @@ class FamilyState:
             if not commands:
                 raise
             raise Replacement from refused
-        return applied, len(commands) + len(deletes) + len(adds)
+        return applied, changes + len(deletes) + len(adds)
 
     def _replace(self, node: NodeView, plans: Plans, layout: Layout) -> tuple[Applied, int]:
         """Replace the table, which has another layout, with everything in it in one transaction."""
@@ -151,7 +153,7 @@ class FamilyState:
         applied = Applied()
         adds = [*node_elements(node), *chain.from_iterable(applied.fill(plans, MOST_ELEMENTS))]
         self._kernel.write(self._family, (), adds, commands, whole=True)
-        return applied, len(commands) + len(adds)
+        return applied, len(commands) - commands.count(self._table.create()) + len(adds)
 
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], changes: Difference

@@ -40,6 +40,6 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
     _, deletes, adds = compare_all(plans, node_elements(node), actual)
     keys = [(container, key, None) for container, key, _ in deletes]
     elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
-    operations = len(commands) + len(deletes) + len(adds) + len(list(table.remove(others)))
+    operations = len(commands) - commands.count(table.create()) + len(deletes) + len(adds)
     last = table.remove(item for item in others if is_quotable(item.name))
     return Preview(operations, commands_text(commands) + elements + commands_text(last))
