@@ -1,6 +1,7 @@
 """The kit compares an explanation with packets, and names each way in which these contradict it."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ def side(outcome: str, *endpoints: str) -> dict[str, Any]:
 
 def answer(
     kernel: dict[str, Any], plan: dict[str, Any] | None = None, verdict: str = AGREES, *,
-    origin: str = "outside", pinned: str = "",
+    origin: str = "outside", pinned: str = "", objects: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     affinity = {"remembered": pinned} if pinned else None
     return {**(plan or kernel), "origin": origin, "to": "10.96.10.1:80", "affinity": affinity,
-            "kernel": {**kernel, "verdict": verdict, "differences": ["some"]}}  # fmt: skip
+            "kernel": {**kernel, "verdict": verdict, "differences": ["some"],
+                       "objects": objects}}  # fmt: skip
 
 
 def reached(endpoint: str, seen: str = CLIENT, port: int = 8080) -> Outcome:
@@ -51,11 +53,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Outcome], str]] = {
     "source of a stranger": (answer(BOTH), [ALL[0], reached("pod3", "192.0.2.9")], "saw 192.0.2.9"),
     "from the node": (answer(side("forwarded", POD1), origin="node"), [reached("pod1", NODE)], ""),
     "kernel that differs": (answer(BOTH, verdict=DIFFERS), ALL, "the kernel differs: some"),
-    "kernel not understood": (answer(BOTH, verdict=UNKNOWN), ALL, "the kernel cannot be told"),
+    "kernel not understood": (
+        answer(side(""), BOTH, UNKNOWN, objects=["rule"]), ALL, "the kernel cannot be told"),
     "deviation": (answer(BOTH, side("dropped"), DEVIATES), ALL, ""),
     "deviation that is none": (answer(side("dropped"), BOTH, DEVIATES), ALL, "dropped, and attempts are"),
     "mode without explanation": (answer(side(""), BOTH, UNKNOWN), ALL, ""),
-    "wrong plan of such a mode": (answer(side(""), side("dropped"), UNKNOWN), ALL, "dropped, and attempts"),
+    "mode without explanation that deviates": (answer(side(""), side("dropped"), UNKNOWN), ALL, ""),
     "pinned": (answer(BOTH, pinned=f"{POD3}:8080"), ALL, ""),
     "pinned elsewhere": (answer(BOTH, pinned=f"{POD1}:8080"), ALL, "pinned to pod1:8080, and reached pod3"),
 }  # fmt: skip

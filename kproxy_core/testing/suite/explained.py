@@ -26,12 +26,14 @@ def contradictions(answer: Json, attempts: Attempts, *, of_all: bool) -> list[st
     reached every endpoint that they may reach.
     """
     kernel, sender = answer["kernel"], attempts[0][0]
+    if not (kernel["outcome"] or kernel["objects"]):
+        return []  # The mode does not explain itself, and so cannot say where it deviates from the plan.
     own = [outcome for source, outcome in attempts if source == sender]
     outcomes = [outcome for _, outcome in attempts] if of_all else own
     found = []
+    if kernel["verdict"] not in ("agrees", "deviates by design"):
+        found.append(f"the kernel {kernel['verdict']}: {'; '.join(kernel['differences'])}")
     if kernel["outcome"]:
-        if kernel["verdict"] not in ("agrees", "deviates by design"):
-            found.append(f"the kernel {kernel['verdict']}: {'; '.join(kernel['differences'])}")
         found += _of_side(answer, kernel, outcomes, of_all=of_all)
     if kernel["verdict"] != "deviates by design":
         found += _of_side(answer, answer, outcomes, of_all=of_all)
