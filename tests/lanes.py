@@ -93,7 +93,8 @@ ALL = (
     Lane("soak", ("tests/soak",)),
     Lane("core", ("tests/core", "--part=2/2")),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
-    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
+    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST, "--part=1/2")),
+    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST, "--part=2/2")),
     Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
     Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
     Lane("core", ("tests/core", "--part=1/2")),  # pytest has compiled these tests by then

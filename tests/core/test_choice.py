@@ -203,12 +203,10 @@ def test_without_a_mode_the_preferred_one_that_works_serves(node: Namespace, tmp
         assert not [name for name in proxy_mode(node)[1] if name.startswith("Kproxy")]
 
 
-def test_without_the_binding_of_nftables_iptables_serves(node: Namespace, tmp_path: Path) -> None:
+def test_nftables_serves_without_its_binding(node: Namespace, tmp_path: Path) -> None:
     (tmp_path / "nftables.py").write_text("raise ImportError('not for this Python')")
     with running(node, *flags(tmp_path, "--mode=nftables")) as proxy:
-        assert serves(proxy, node) == "iptables"
-        assert "not for this Python" in proxy_mode(node)[1]["Kproxy-Mode-Fallback-Reason"]
-    assert "KUBE-SERVICES" in node.run("iptables-save")
+        assert serves(proxy, node) == "nftables"
 
 
 def test_init_only_prepares_the_mode_that_will_serve(node: Namespace, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
         cgroup = stack.enter_context(new_cgroup())
         pins = stack.enter_context(new_bpf_file_system(tmp_path / "bpf"))
         ebpf = {"cgroup": str(cgroup), "pinDirectory": str(pins / "kproxy")}
-        yield stack.enter_context(node(tmp_path, request.param, backend_options={"ebpf": ebpf}))
+        yield stack.enter_context(node(
+            tmp_path, request.param, backend_options={"ebpf": ebpf}, own_tables="never"))
 
 
 @pytest.mark.parametrize(("here", "profile"), [

@@ -24,7 +24,7 @@ class Node:
 
     def __init__(
         self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object],
-        backend_options: Mapping[str, object],
+        backend_options: Mapping[str, object], own_tables: str,
     ) -> None:
         self.network = network
         self.directory = directory
@@ -35,7 +35,8 @@ class Node:
         self._config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
-            "kproxy": {"stateDirectory": str(directory / "state"), "backendOptions": backend_options},
+            "kproxy": {"stateDirectory": str(directory / "state"), "backendOptions": backend_options,
+                       "ownTables": own_tables},
         }))  # fmt: skip
 
     def serve(self, number: int, node_port: int = 0) -> None:
@@ -131,7 +132,8 @@ def write(path: Path, value: object) -> None:
 
 @contextmanager
 def node(
-    directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, **options: object
+    directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, own_tables: str = "auto",
+    **options: object,
 ) -> Iterator[Node]:
     """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes."""
     with ExitStack() as stack:
@@ -144,7 +146,7 @@ def node(
         listener = network.inside(lambda: socket.create_server((ENDPOINT, PORT), backlog=1024))
         stack.callback(listener.close)
         threading.Thread(target=_greet, args=[listener], daemon=True).start()
-        yield Node(network, directory, mode, options, backend_options)
+        yield Node(network, directory, mode, options, backend_options, own_tables)
 
 
 def _greet(listener: socket.socket) -> None:

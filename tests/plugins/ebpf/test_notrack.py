@@ -157,7 +157,8 @@ def test_replies_are_untracked_for_a_firewall(untracked: Node) -> None:
         with client:
             client.connect((FAR, 80))
             exchange(client)
-        seen = untracked.host.run("nft", "list", "table", "inet", "firewall")
+            # A socket in TIME_WAIT has no mark, so the last segments of a closed connection are tracked.
+            seen = untracked.host.run("nft", "list", "table", "inet", "firewall")
         first, other = (line.split("counter packets ")[1].split()[0] for line in seen.splitlines()
                         if "counter" in line)  # fmt: skip
         assert int(first) >= 3
