@@ -32,12 +32,17 @@ class Node:
         self._manifests = directory / "manifests"
         self._manifests.mkdir()
         self._config = directory / "config.conf"
-        self._config.write_text(json.dumps({
+        self._configuration = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
-            "kproxy": {"stateDirectory": str(directory / "state"), "backendOptions": backend_options,
-                       "ownTables": own_tables},
-        }))  # fmt: skip
+        }  # fmt: skip
+        self._own_section = {"stateDirectory": str(directory / "state"), "backendOptions": backend_options}
+        self.configure(own_tables)
+
+    def configure(self, own_tables: str) -> None:
+        """Write the configuration of the next process."""
+        section = self._own_section | {"ownTables": own_tables}
+        self._config.write_text(json.dumps(self._configuration | {"kproxy": section}))
 
     def serve(self, number: int, node_port: int = 0) -> None:
         """Write a Service, which `vip` names, and its endpoint."""
