@@ -94,6 +94,7 @@ class Soak:
             },
             "kproxy": {
                 "stateDirectory": str(directory / "state"), "liveModeSwitch": True, "backendOptions": options,
+                "ownTables": "never",  # Else nobody could damage them.
             },
         }, self.churn.url)  # fmt: skip
         self._damaged = Node(self.node, self.proxy, pins, self.rng)
