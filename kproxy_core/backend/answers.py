@@ -64,8 +64,12 @@ def _check(wanted: Any) -> _Check:
     if isinstance(wanted, NewType):
         return _check(wanted.__supertype__)
     if origin in (typing.Union, types.UnionType):
-        (kind,) = (argument for argument in arguments if argument is not types.NoneType)
-        present = _check(kind)
+        kinds = [_check(argument) for argument in arguments if argument is not types.NoneType]
+        if len(kinds) > 1:  # Such answers are single values.
+            return lambda values: next((
+                f"{value!r:.60}, not {_name(wanted)}" for value in values
+                if all(problem_of((value,)) for problem_of in kinds)), "")
+        (present,) = kinds
         return lambda values: present([value for value in values if value is not None])
     if origin is Literal:
         return lambda values: next((f"{value!r:.60}" for value in values if value not in arguments), "")

@@ -33,8 +33,11 @@ class Description(Struct, frozen=True):
     """Without ``--mode``, the usable backend with the highest preference serves."""
     default_node_port_addresses: tuple[str, ...] = ()
     """Meaning of an empty nodePortAddresses: () all addresses, ``("primary",)`` the node's own."""
-    fallback: str = ""
-    """The mode that serves instead if this machine lacks what this one needs; "": none."""
+    fallback: str | tuple[str, ...] = ""
+    """The mode that serves instead if this machine lacks what this one needs; or several, the best first.
+
+    "" means none.
+    """
     interfaces: tuple[str, ...] = ()
     """Network interfaces that the mode creates for itself; their addresses are not the node's."""
     base: str = ""

@@ -98,23 +98,22 @@ def conclude(configuration: Configuration, registry: Registry, families: tuple[F
 
 
 def candidates(registry: Registry, wanted: str, *, fall_back: bool) -> Iterator[str]:
-    """Yield *wanted* and, with *fall_back*, the installed modes that each names as its fallback.
+    """Yield *wanted* and, with *fall_back*, the installed modes that each names as its fallbacks.
 
-    Without a *wanted* mode, yield every mode, the most preferred first. A mode must have been loaded before
-    the next one is asked for.
+    Those of a mode are tried before those that they name themselves. Without a *wanted* mode, yield every
+    mode, the most preferred first. A mode must have been loaded before the next one is asked for.
     """
     if not wanted:
         yield from [description.mode for description in registry.load_all()]
         return
-    seen: set[str] = set()
-    mode = wanted
-    while mode not in seen:
-        seen.add(mode)
+    waiting = [wanted]
+    for mode in waiting:  # It grows meanwhile.
         yield mode
         known = registry.descriptions.get(mode)
-        if known is None or not fall_back or known.fallback not in registry.modes:
-            return
-        mode = known.fallback
+        if known is not None and fall_back:
+            named = (known.fallback,) if isinstance(known.fallback, str) else known.fallback
+            waiting += [
+                name for name in dict.fromkeys(named) if name in registry.modes and name not in waiting]
 
 
 def _nothing_works(registry: Registry, wanted: str, problems: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ def kproxy_describe() -> api.Description:
         summary="the chains and rules of kube-proxy's iptables mode",
         contract=(1, 8),
         preference=50,
-        fallback="userspace",
+        fallback=("nftables", "userspace"),
         options=("localhostNodePorts", "syncPeriod"),
     )
 

@@ -17,7 +17,7 @@ def kproxy_describe() -> api.Description:
         contract=(1, 8),
         preference=100,
         default_node_port_addresses=("primary",),
-        fallback="iptables",
+        fallback=("iptables", "userspace"),
         options=("flowtable",),
     )
 

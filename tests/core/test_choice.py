@@ -203,6 +203,33 @@ def test_without_a_mode_the_preferred_one_that_works_serves(node: Namespace, tmp
         assert not [name for name in proxy_mode(node)[1] if name.startswith("Kproxy")]
 
 
+def test_nftables_serves_where_a_foreign_rule_makes_iptables_refuse_its_table(
+    node: Namespace, tmp_path: Path
+) -> None:
+    node.nft("""
+        add table ip nat
+        add chain ip nat POSTROUTING { type nat hook postrouting priority 100; }
+        add rule ip nat POSTROUTING ip daddr 1.2.3.4 masquerade persistent
+    """)
+    with running(node, *flags(tmp_path, "--mode=iptables")) as proxy:
+        assert serves(proxy, node) == "nftables"
+        metrics = proxy.get(10249, "/metrics")[1]
+    assert 'kproxy_mode_fallback{serving="nftables",wanted="iptables"} 1\n' in metrics
+
+
+def test_every_fallback_is_tried_once_those_of_a_mode_before_theirs(node: Namespace, tmp_path: Path) -> None:
+    several = {"wanted": "('second', 'third', 'nowhere')", "second": "('wanted', 'fourth')"}
+    modes = {
+        mode: source(mode, begins=LACKING).replace('fallback=""', f"fallback={several.get(mode, repr(''))}")
+        for mode in ("wanted", "second", "third", "fourth")
+    }
+    put(tmp_path, **modes)
+    problem = failed(node, *flags(tmp_path, "--mode=wanted"))
+    assert [mode for mode in modes if f"{mode}: no warp drive" in problem] == list(modes)
+    places = [problem.index(f"{mode}: no warp drive") for mode in modes]
+    assert places == sorted(places)
+
+
 def test_nftables_serves_without_its_binding(node: Namespace, tmp_path: Path) -> None:
     (tmp_path / "nftables.py").write_text("raise ImportError('not for this Python')")
     with running(node, *flags(tmp_path, "--mode=nftables")) as proxy:

@@ -35,7 +35,7 @@ def test_modes_are_listed_as_text_json_and_yaml() -> None:
     assert yaml.safe_load(kproxy("modes", "-o", "yaml").stdout) == document
     (found,) = [described for described in document["modes"] if described["mode"] == "nftables"]
     assert found["summary"] in listed
-    assert found["fallback"] == "iptables"
+    assert found["fallback"] == ["iptables", "userspace"]
     assert "usable" not in found
 
 
