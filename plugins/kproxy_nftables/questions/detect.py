@@ -8,7 +8,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import privileges
 from kproxy_core.host.attempts import Attempts
 from kproxy_core.host.modules import Modules, kernel_version
-from kproxy_core.host.nftables.objects import Command
+from kproxy_core.host.nftables.objects import OWNER, PERSIST, Command
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
@@ -62,13 +62,18 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
             for family in settings.families
             for rule in _tried(run, attempts, family, FEATURES if inside else ())
         ]
-        offload = [
-            _as_option(_try(run, attempts, family, FLOW_OFFLOAD))
+        optional = [
+            _as_option(_try(run, attempts, family, FLOW_OFFLOAD), "flows are forwarded without it")
             for family in settings.families if inside and options.flowtable
         ]
+        if settings.own_tables and inside:
+            owned = trial_of(Family.IPV4, (), flags=OWNER | PERSIST)
+            optional.append(_as_option(
+                attempts.attempt("tables that only kproxy can change", _BASE, partial(_refusal, run, owned)),
+                "any process can change the rules, and kproxy repairs them"))
     finally:
         kernel.close()
-    return Detection(_MODE, (_version(rules), _privilege(allowed), *rules, *offload))
+    return Detection(_MODE, (_version(rules), _privilege(allowed), *rules, *optional))
 
 
 def _tried(
@@ -95,11 +100,11 @@ def _try(run: _Run, attempts: Attempts, family: Family, feature: Feature) -> Req
         partial(_refusal, run, trial_of(family, feature.objects(family))), rests_on=_BASE)  # fmt: skip
 
 
-def _as_option(found: Requirement) -> Requirement:
-    """Return the finding about a feature that the mode can do without."""
+def _as_option(found: Requirement, consequence: str) -> Requirement:
+    """Return the finding about a feature that the mode can do without, with the *consequence*."""
     if found.met:
         return found
-    without = f"{found.found}; {found.remedy}; flows are forwarded without it"
+    without = "; ".join(filter(None, (found.found, found.remedy, consequence)))
     return Requirement(f"{found.what}, if available", True, without, guessed=found.guessed)
 
 

@@ -9,7 +9,7 @@ from kproxy_core.host import privileges, trial
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages
 from kproxy_core.host.netlink.nf_tables import KIND
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.nftables.objects import DORMANT, Chain
+from kproxy_core.host.nftables.objects import DORMANT, OWNER, PERSIST, Chain
 from kproxy_core.host.nftables.rules import Expression, Statement
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view
@@ -116,6 +116,19 @@ def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) 
     optional = [r.found for r in found.requirements if "quantum lookup" in r.what]
     assert len(optional) == 2
     assert all(text.endswith("flows are forwarded without it") for text in optional)
+
+
+@pytest.mark.parametrize("flags", [OWNER | PERSIST, 1 << 31], ids=["known", "unknown"])
+def test_the_probe_tells_whether_tables_can_have_an_owner(
+    monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    monkeypatch.setattr("kproxy_nftables.questions.detect.PERSIST", flags)
+    owning = BackendSettings(families=tuple(Family), own_tables=True)
+    found = trial.ask(lambda namespace: detect(owning, namespace, load_modules=False))
+    assert found.usable, found.because
+    (owned,) = [r for r in found.requirements if "only kproxy can change" in r.what]
+    assert owned.met
+    assert ("any process can change the rules" in owned.found) is (flags == 1 << 31)
 
 
 def test_a_backend_serves_without_a_flowtable_where_the_kernel_has_none(
