@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.libnftables.texts import Crashed, list_chain, list_table
+from kproxy_core.host.libnftables.texts import Crashed, list_table
 from kproxy_core.host.nftables.objects import Chain, HeldTable
 from kproxy_core.host.nftables.rules import Rule, rule_text
 from kproxy_core.model.address import Address, Family
@@ -119,26 +120,27 @@ def _texts(held: HeldTable, questions: Sequence[Question]) -> dict[str, list[str
         for item in skeleton.layout(node, templates, owned, Extras(counted)).values():
             if isinstance(item, Chain):
                 known[item.name] += item.rules
+    foreign: dict[int, str] | None = None
     found: dict[str, list[str]] = {}
-    for chain, rules in held.rules.items():
-        texts = [next((rule_text(one) for one in known[chain] if rule.equals(one)), "") for rule in rules]
-        found[chain] = [f"{text} # handle {rule.handle}" for text, rule in zip(texts, rules, strict=True)]
-        if not all(texts):
-            foreign = _listed(node.family, chain)
-            found[chain] = [
-                line if text else foreign.get(rule.handle, f"{_UNREAD} # handle {rule.handle}")
-                for text, line, rule in zip(texts, found[chain], rules, strict=True)
-            ]
+    for name, rules in held.rules.items():
+        found[name] = texts = []
+        for rule in rules:
+            text = next((rule_text(one) for one in known[name] if rule.equals(one)), _UNREAD)
+            shown = f"{text} # handle {rule.handle}"
+            if text is _UNREAD:
+                foreign = _listed(node.family) if foreign is None else foreign
+                shown = foreign.get(rule.handle, shown)
+            texts.append(shown)
     return found
 
 
-def _listed(family: Family, chain: str) -> dict[int, str]:
-    """Return the rules of a *chain* by handle, as libnftables lists them; none if it cannot."""
+def _listed(family: Family) -> dict[int, str]:
+    """Return the rules of our table by handle, as libnftables lists them; none if it cannot."""
     try:
-        text = list_chain(family.ip, TABLE, chain, ["handle_output"])
+        text = list_table(family.ip, TABLE, ["handle_output", "terse_output"])
     except HostError:
         return {}
-    rules = listed_rules(text.splitlines()).get(chain, ())
+    rules = chain.from_iterable(listed_rules(text.splitlines()).values())
     return {int(number): rule for rule in rules if (number := rule.rpartition("# handle ")[2]).isdecimal()}
 
 
