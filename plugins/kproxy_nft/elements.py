@@ -1,11 +1,11 @@
 """Elements of maps and sets, as nf_tables lists them (linux/netfilter/nf_tables.h). Pure."""
 
-import errno
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from kproxy_core.host.netlink.messages import NFGENMSG, Span, attribute_spans
+from kproxy_core.host.nftables.objects import check_complete
 
 T = TypeVar("T")
 
@@ -25,20 +25,14 @@ def attributes_of(answer: Span) -> Span:
 def complete(
     parse: Callable[[bytes, int, int], Iterable[tuple[bytes, T]]], answers: Iterator[Span]
 ) -> dict[bytes, T]:
-    """Collect the elements in *answers*, parsed by *parse*. Raises InterruptedError if some are missing.
-
-    For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
-    has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
-    order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
-    """
+    """Collect the elements in *answers*, parsed by *parse*. Raises InterruptedError if some are missing."""
     found: dict[bytes, T] = {}
     sent = 0
     for answer in answers:
         elements = list(parse(*attributes_of(answer)))
         sent += len(elements)
         found.update(elements)
-    if sent != len(found):
-        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
+    check_complete(sent, len(found))
     return found
 
 

@@ -13,7 +13,9 @@ from kproxy_core.host.nftables.objects import (
     Object,
     Replacement,
     constants,
+    count_changes,
     difference,
+    replacement,
     unwanted,
 )
 from kproxy_core.model.address import Family
@@ -121,7 +123,6 @@ class FamilyState:
         Raises Replacement if that takes a new table.
         """
         commands = difference(self._table, layout, held)
-        changes = len(commands) - commands.count(self._table.create())
         actual: Contents = {
             container: self._kernel.elements(self._family, container) if held is not None else {}
             for container in names.ELEMENT_CONTAINERS
@@ -129,7 +130,8 @@ class FamilyState:
         if not any(actual.values()):
             applied = Applied()
             parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
-            return applied, changes + self._kernel.fill(self._family, parts, commands)
+            return applied, count_changes(self._table, commands) + self._kernel.fill(
+                self._family, parts, commands)
         applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
@@ -144,16 +146,16 @@ class FamilyState:
             if not commands:
                 raise
             raise Replacement from refused
-        return applied, changes + len(deletes) + len(adds)
+        return applied, count_changes(self._table, commands) + len(deletes) + len(adds)
 
     def _replace(self, node: NodeView, plans: Plans, layout: Layout) -> tuple[Applied, int]:
         """Replace the table, which has another layout, with everything in it in one transaction."""
         log.info("replacing table of another layout", extra={"fields": {"table": self._table.where}})
-        commands = [self._table.delete(), *difference(self._table, layout, None)]
+        commands = replacement(self._table, layout)
         applied = Applied()
         adds = [*node_elements(node), *chain.from_iterable(applied.fill(plans, MOST_ELEMENTS))]
         self._kernel.write(self._family, (), adds, commands, whole=True)
-        return applied, len(commands) - commands.count(self._table.create()) + len(adds)
+        return applied, count_changes(self._table, commands) + len(adds)
 
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], changes: Difference

@@ -33,6 +33,7 @@ from kproxy_core.host.nftables.objects import (
     Element,
     HeldRule,
     HeldTable,
+    check_complete,
     parse_elements,
     parse_flowtable,
     parse_rule,
@@ -64,7 +65,7 @@ class Refused(HostError):
 class Connection:
     """A socket to nf_tables in the network namespace of the thread that opened it.
 
-    Only `run` is thread-safe.
+    Transactions are thread-safe, reads are not.
     """
 
     def __init__(self, sock: NetlinkSocket) -> None:
@@ -207,18 +208,13 @@ class Connection:
 
 
 def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
-    """Collect elements. Raises InterruptedError if some are missing.
-
-    While a hash table is resized, the kernel sends another element twice for each one that is missing
-    (nft_rhash_walk).
-    """
+    """Collect elements. Raises InterruptedError if some are missing."""
     listed = [
         element for data, start, end in answers
         for element in parse_elements((data, start + NFGENMSG.size, end))
     ]  # fmt: skip
     found = frozenset(listed)
-    if len(found) != len(listed):
-        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
+    check_complete(len(listed), len(found))
     return found
 
 

@@ -3,6 +3,7 @@
 A command has nft's text and the kernel's message. Attributes are those of linux/netfilter/nf_tables.h.
 """
 
+import errno
 import re
 import struct
 import sys
@@ -544,6 +545,17 @@ def parse_elements(span: Span) -> Iterator[Element]:
                 yield Element(key, value, end_key, bool(flags & _END))
 
 
+def check_complete(sent: int, found: int) -> None:
+    """Raise InterruptedError if a dump *sent* more elements than were *found* in it, without repetitions.
+
+    For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
+    has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
+    order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
+    """
+    if sent != found:
+        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
+
+
 class Replacement(Exception):
     """The table differs from the wanted one in what cannot be changed."""
 
@@ -570,6 +582,16 @@ def difference(table: Table, layout: Layout, held: HeldTable | None) -> list[Com
         commands.append(table.create())
     changed = [item for item in layout.values() if not _holds(table, held, item)]
     return [*commands, *table.write(changed)]
+
+
+def replacement(table: Table, layout: Layout) -> list[Command]:
+    """Return the commands that replace an existing table, whatever it holds."""
+    return [table.delete(), *difference(table, layout, None)]
+
+
+def count_changes(table: Table, commands: Sequence[Command]) -> int:
+    """Return the number of *commands* without those that create or claim the table itself."""
+    return len(commands) - commands.count(table.create())
 
 
 def _can_become(table: Table, held: HeldTable) -> bool:
@@ -632,7 +654,7 @@ def completion(
     try:
         commands += difference(table, layout, held)
     except Replacement:
-        commands += [table.delete(), *difference(table, layout, None)]
+        commands += replacement(table, layout)
         held = None
     if held is not None:
         commands += table.remove(unwanted(held, layout))

@@ -5,8 +5,10 @@ from kproxy_core.host.nftables.objects import (
     Replacement,
     commands_text,
     constants,
+    count_changes,
     difference,
     is_quotable,
+    replacement,
     unwanted,
 )
 from kproxy_nftables import names, skeleton
@@ -31,7 +33,7 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
             commands = difference(table, layout, held)
             others = unwanted(held, layout) if held else []
         except Replacement:
-            commands, others = [table.delete(), *difference(table, layout, None)], []
+            commands, others = replacement(table, layout), []
             held = None
         actual: Contents = {
             container: kernel.elements(family, container) if held else {}
@@ -40,6 +42,6 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
     _, deletes, adds = compare_all(plans, node_elements(node), actual)
     keys = [(container, key, None) for container, key, _ in deletes]
     elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
-    operations = len(commands) - commands.count(table.create()) + len(deletes) + len(adds)
+    operations = count_changes(table, commands) + len(deletes) + len(adds)
     last = table.remove(item for item in others if is_quotable(item.name))
     return Preview(operations, commands_text(commands) + elements + commands_text(last))
