@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,8 @@ class Node(NamedTuple):
     proxy: Proxy
     pins: Path
     rng: random.Random
+    unchanged: Callable[[], AbstractContextManager[None]]
+    """Returns a context in which no object changes, so that the rules change no more than for a repair."""
 
 
 Damage = Callable[[Node], Done]
@@ -241,8 +244,12 @@ def _owns(mode: str, table: str, chain: str) -> bool:
 
 
 def _tables(where: Node) -> list[tuple[str, str]]:
-    """Return family and name of the mode's tables."""
-    lines = [line.split() for line in where.node.run("nft", "list", "tables").splitlines()]
+    """Return family and name of the mode's tables.
+
+    nft 1.0.6 dumps all rules to list tables, and begins again with each change meanwhile: perhaps for ever.
+    """
+    with where.unchanged():
+        lines = [line.split() for line in where.node.run("nft", "list", "tables").splitlines()]
     return [
         (family, name) for _, family, name in lines
         if family in FAMILIES and name in TABLES[where.proxy.mode]
@@ -254,7 +261,7 @@ def _listed(where: Node, kind: str) -> list[Json]:
     found = []
     for table in _tables(where):
         # nft 1.0.6 may fail while the table changes.
-        with contextlib.suppress(AssertionError, ValueError):
+        with contextlib.suppress(AssertionError, ValueError), where.unchanged():
             items = json.loads(where.node.run("nft", "-j", "-a", "list", "table", *table))["nftables"]
             found += [item[kind] for item in items if kind in item]
     return found

@@ -97,7 +97,7 @@ class Soak:
                 "ownTables": "never",  # Else nobody could damage them.
             },
         }, self.churn.url)  # fmt: skip
-        self._damaged = Node(self.node, self.proxy, pins, self.rng)
+        self._damaged = Node(self.node, self.proxy, pins, self.rng, self.churn.paused)
         self._queues: dict[str, list[str]] = {}
         self._room = room
         self._loads: list[Load] = []
