@@ -13,6 +13,7 @@ from typing import Any
 from kproxy_core.objects.yaml.lines import plain_documents
 from kproxy_core.objects.yaml.scalars import plain_value
 
+TOO_DEEP = "nested too deeply"
 MAX_DEPTH = 100
 """Limit for nesting, far above that of any API object."""
 MAX_NODES = 1_000_000
@@ -50,7 +51,10 @@ def parsed_documents(data: bytes) -> Iterator[Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1})" if mark else ""
-        raise NotYaml(f"{error.problem or error.context}{where}") from error
+        problem = error.problem or error.context or "not YAML"
+        if "nesting depth" in problem:  # libyaml of PyYAML 6.0.4 and newer has a limit of its own
+            problem = TOO_DEEP
+        raise NotYaml(f"{problem}{where}") from error
     except (yaml.YAMLError, UnicodeError) as error:
         problem = " ".join(str(error).split()).replace(' in "<byte string>",', " at")
         raise NotYaml(problem) from error
@@ -81,7 +85,7 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
                 raise _unusable(event, f"tag {event.tag[:60]!a} is not supported")
             outer.append((here, key, event.anchor, nodes))
             if len(outer) > MAX_DEPTH:
-                raise _unusable(event, "nested too deeply")
+                raise _unusable(event, TOO_DEEP)
             here = starts[kind]()
             key = _Key if here.__class__ is dict else None
             continue
