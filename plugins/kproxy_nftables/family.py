@@ -105,6 +105,8 @@ class FamilyState:
         templates = skeleton.templates_of(plans.values())
         layout = skeleton.layout(node, templates, all_owned(plans.values()), self._in_effect)
         held = self._kernel.held(self._family, constants(layout))
+        if held is not None:
+            self._kernel.check_owner(self._family, held)
         try:
             applied, operations = self._reconcile(node, plans, layout, held)
         except Replacement:

@@ -13,7 +13,7 @@ from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.nf_tables import GETTABLE, payload
+from kproxy_core.host.netlink.nf_tables import GETTABLE, TABLE_NAME, TABLE_OWNER, payload
 from kproxy_core.host.nftables.connection import Connection, Refused, Writer
 from kproxy_core.host.nftables.lookup import table_exists
 from kproxy_core.host.nftables.objects import Command, HeldTable
@@ -24,10 +24,6 @@ from kproxy_nftables.names import TABLE
 from kproxy_nftables.wanted import Element, Value
 
 T = TypeVar("T")
-
-_TABLE_ATTRIBUTE = 1
-_OWNER_ATTRIBUTE = 7
-"""NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
 
 _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
 """Errors which mean that the kernel's state is not the one we know."""
@@ -156,6 +152,11 @@ class Kernel:
         with self._failures_named():
             return self._connection().read(family, TABLE, constant)
 
+    def check_owner(self, family: Family, held: HeldTable) -> None:
+        """Raise SyncFailed if our table belongs to another process, even if it is as it should be."""
+        if held.owner and held.owner != self._writing().socket.port:
+            raise SyncFailed(_owned(family, held.owner))
+
     def devices(self) -> set[str]:
         """Return the names of all network devices."""
         return {name for _, name in socket.if_nameindex()}
@@ -165,14 +166,16 @@ class Kernel:
         with self._failures_named():
             return commits.generation(self._connection().socket)
 
-    def _foreign_owner(self) -> str:
-        """Return words about the process that owns our table; "" if that is this one, or none."""
+    def _foreign_owner(self, refused: Refused) -> str:
+        """Return words about the foreign owner of our table that *refused* names; "" if it has none."""
         for family in Family:
             for data, start, end in self._dump(GETTABLE, family, b"", list) or ():
                 found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
-                port = int.from_bytes(found.get(_OWNER_ATTRIBUTE, b""), "big")
-                if port and port not in self.own_ports and netlink.text(found[_TABLE_ATTRIBUTE]) == TABLE:
-                    return f"; table {family.ip} {TABLE} is owned by another process{_name_of(port)}"
+                port = int.from_bytes(found.get(TABLE_OWNER, b""), "big")
+                if netlink.text(found[TABLE_NAME]) != TABLE or f" {family.ip} {TABLE}" not in str(refused):
+                    continue
+                if port and port not in self.own_ports:
+                    return f"; {_owned(family, port)}"
         return ""
 
     def _dump(
@@ -207,7 +210,7 @@ class Kernel:
             raise TrustLost("the rules changed during every attempt to read them") from error
         except Refused as refused:
             kind = TrustLost if refused.errno in _STALE else SyncFailed
-            owner = self._foreign_owner() if refused.errno == errno.EPERM else ""
+            owner = self._foreign_owner(refused) if refused.errno == errno.EPERM else ""
             raise kind(f"{refused}{owner}") from refused
         except OSError as error:
             raise _failure(error) from error
@@ -216,6 +219,10 @@ class Kernel:
 def _failure(error: OSError) -> SyncFailed:
     kind = TrustLost if error.errno in _STALE else SyncFailed
     return kind(f"nf_tables: {error.strerror}")
+
+
+def _owned(family: Family, port: int) -> str:
+    return f"table {family.ip} {TABLE} is owned by another process{_name_of(port)}"
 
 
 def _name_of(port: int) -> str:

@@ -12,6 +12,8 @@ KIND: Final = 10 << 8
 GETTABLE, GETCHAIN, GETRULE, GETSET, GETFLOWTABLE = KIND | 1, KIND | 4, KIND | 7, KIND | 10, KIND | 23
 TABLE_NAME: Final = 1
 """The attribute with the table's name in messages about tables, chains, rules and sets."""
+TABLE_OWNER: Final = 7
+"""NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
 FAMILIES: Final = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
 """nft's names of the families of tables (NFPROTO_*)."""
 _BATCH_BEGIN, _BATCH_END = 16, 17

@@ -24,6 +24,7 @@ from kproxy_core.host.netlink.nf_tables import (
     GETSET,
     GETTABLE,
     KIND,
+    TABLE_OWNER,
     payload,
     transaction,
 )
@@ -147,11 +148,9 @@ class Connection:
             text(found[2]): {kind: found[kind] for kind in _CONTAINER_ATTRIBUTES if kind in found}
             for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
         }
+        found_table = attributes(data, start + NFGENMSG.size, end)
         return HeldTable(
-            attributes={
-                kind: value for kind, value in attributes(data, start + NFGENMSG.size, end).items()
-                if kind in _TABLE_ATTRIBUTES
-            },
+            attributes={kind: value for kind, value in found_table.items() if kind in _TABLE_ATTRIBUTES},
             chains={
                 text(found[3]): {kind: found[kind] for kind in _CHAIN_ATTRIBUTES if kind in found}
                 for span in self._of_table(GETCHAIN, family, table) for found in [attributes(*span)]
@@ -165,6 +164,7 @@ class Connection:
                 for span in self._of_table(GETFLOWTABLE, family, table)
                 for flowtable in [parse_flowtable(span)]
             },
+            owner=int.from_bytes(found_table.get(TABLE_OWNER, b""), "big"),
         )  # fmt: skip
 
     def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:

@@ -516,6 +516,8 @@ class HeldTable(NamedTuple):
     elements: dict[str, frozenset[Element]]
     """Those of the containers that were asked for."""
     flowtables: dict[str, Flowtable]
+    owner: int = 0
+    """The netlink port that alone may change the table; 0: any."""
 
 
 def parse_rule(span: Span) -> tuple[str, HeldRule]:

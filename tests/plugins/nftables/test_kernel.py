@@ -14,14 +14,15 @@ from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.netlink.nf_tables import transaction
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.nftables.objects import Chain, Command, Table
+from kproxy_core.host.nftables.connection import Connection, Refused
+from kproxy_core.host.nftables.objects import Chain, Command, Table, difference
 from kproxy_core.host.nftables.rules import jump
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_nftables import batch, names
+from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.questions.cleanup import cleanup
@@ -309,6 +310,21 @@ def test_a_change_before_any_resync_writes_every_plan(backend: NftablesBackend) 
     assert resync(backend, rich()).operations == 0
 
 
+def test_a_rule_that_another_process_replaced_is_foreseen_and_written_again(
+    backend: NftablesBackend,
+) -> None:
+    update = Update(Family.IPV4, Scope.RESYNC, NODES[Family.IPV4], rich(), rich())
+    resync(backend, rich())
+    assert backend.kproxy_preview(update).operations == 0
+    chain, rule = "ip kproxy nat-output", "jump services"
+    (handle,) = re.findall(rf"{rule} # handle (\d+)", nft(f"-a list chain {chain}"))
+    nft(f"replace rule {chain} handle {handle} accept")
+    foreseen = backend.kproxy_preview(update)
+    assert f"add rule {chain} {rule}\n" in foreseen.transaction
+    assert resync(backend, rich()).operations == foreseen.operations > 0
+    assert rule in nft(f"list chain {chain}")
+
+
 def test_a_table_of_another_layout_is_replaced(backend: NftablesBackend) -> None:
     nft("add table ip kproxy")
     nft("add map ip kproxy vips { type ipv4_addr : verdict ; }")
@@ -510,6 +526,21 @@ def test_the_owner_of_a_foreign_table_is_named() -> None:
         owner.stdin.close()
     kernel.run([table.create(), *table.write([Chain("mine")])])
     kernel.close()
+
+
+def test_a_table_of_another_owner_is_refused_though_nothing_is_to_be_written(netns: None) -> None:
+    node = node_view("node1", pods="10.244.1.0/24")
+    table, layout = skeleton.table(Family.IPV4, owned=True), skeleton.layout(node, (), {})
+    backend = NftablesBackend(BackendSettings(families=(Family.IPV4,), own_tables=True))
+    assert backend.kproxy_begin()
+    with Connection.open() as other:  # The kernel tells sockets apart, not processes.
+        other.run(difference(table, layout, None))
+        with pytest.raises(SyncFailed, match=r"^table ip kproxy is owned by another process"):
+            resync(backend, {}, node)
+    assert resync(backend, {}, node).operations == 0
+    with Connection.open() as other, pytest.raises(Refused, match="Operation not permitted"):
+        other.run([table.delete()])
+    backend.kproxy_close()
 
 
 def test_objects_with_names_that_nft_cannot_write_are_deleted_and_never_written_as_text(
