@@ -37,6 +37,9 @@ log = logging.getLogger("kproxy.nftables")
 _ATTEMPTS = 3
 """Writes tried before giving up because a pinned client expired between the read and the write."""
 
+LONG_DUMP = 1 << 16
+"""Elements of a map from which on a dump takes longer than `Kernel.holds_only`."""
+
 Pinned = Mapping[str, frozenset[bytes]]
 """Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
@@ -125,17 +128,23 @@ class FamilyState:
         Raises Replacement if that takes a new table.
         """
         commands = difference(self._table, layout, held)
-        actual: Contents = {
-            container: self._kernel.elements(self._family, container) if held is not None else {}
-            for container in names.ELEMENT_CONTAINERS
-        }
-        if not any(actual.values()):
-            applied = Applied()
-            parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
-            return applied, count_changes(self._table, commands) + self._kernel.fill(
-                self._family, parts, commands)
-        applied, deletes, adds = compare_all(plans, node_elements(node), actual)
-        del actual
+        deletes: list[Element] = []
+        adds: list[Element] = []
+        applied = None
+        if held is not None and not count_changes(self._table, commands):
+            applied = self._as_filled(node, plans)
+        if applied is None:
+            actual: Contents = {
+                container: self._kernel.elements(self._family, container) if held is not None else {}
+                for container in names.ELEMENT_CONTAINERS
+            }
+            if not any(actual.values()):
+                applied = Applied()
+                parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
+                return applied, count_changes(self._table, commands) + self._kernel.fill(
+                    self._family, parts, commands)
+            applied, deletes, adds = compare_all(plans, node_elements(node), actual)
+            del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():
             if plan.affinity_seconds:
@@ -149,6 +158,16 @@ class FamilyState:
                 raise
             raise Replacement from refused
         return applied, count_changes(self._table, commands) + len(deletes) + len(adds)
+
+    def _as_filled(self, node: NodeView, plans: Plans) -> Applied | None:
+        """Return the state if a long map and all others are as a first resync fills them; else None."""
+        counts = self._kernel.counts(self._family)
+        counts = {name: counts[name] for name in names.ELEMENT_CONTAINERS if name in counts}
+        if max(counts.values(), default=0) < LONG_DUMP:
+            return None
+        applied = Applied()
+        parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS))
+        return applied if self._kernel.holds_only(self._family, parts, counts) else None
 
     def _replace(self, node: NodeView, plans: Plans, layout: Layout) -> tuple[Applied, int]:
         """Replace the table, which has another layout, with everything in it in one transaction."""

@@ -2,7 +2,8 @@
 
 import errno
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.nf_tables import GETTABLE, TABLE_NAME, TABLE_OWNER, payload
+from kproxy_core.host.netlink.nf_tables import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
 from kproxy_core.host.nftables.connection import Connection, Refused, Writer
 from kproxy_core.host.nftables.lookup import table_exists
 from kproxy_core.host.nftables.objects import Command, HeldTable
@@ -113,6 +114,31 @@ class Kernel:
             if taken is not None:
                 taken.result()
         return added
+
+    def counts(self, family: Family) -> dict[str, int]:
+        """Return the number of elements of each of our sets and maps; none if the kernel does not tell it."""
+        with self._failures_named():
+            return self._connection().counts(family, TABLE)
+
+    def holds_only(
+        self, family: Family, parts: Iterable[Sequence[Element]], counts: Mapping[str, int]
+    ) -> bool:
+        """Return whether the kernel holds the elements of all *parts*, and with these as many as *counts*.
+
+        The kernel checks whether it could delete them, so they exist, and add them again, so their values are
+        the same; nothing is done. The time for a dump grows with the square of a map's elements, because the
+        kernel starts again from the first one for each 32 KiB. Raises TrustLost, SyncFailed.
+        """
+        generation, sock = self.generation(), self._connection().socket
+        others = Counter(counts)
+        with self._failures_named():
+            for part in parts:
+                others.subtract(container for container, _, _ in part)
+                for deletes, adds in ((part, ()), ((), part)):
+                    for requests in batch.requests(family, deletes, adds, sock.send_limit, len(part)):
+                        if requests and sock.transact(*transaction(requests, commit=False)):
+                            return False
+        return not any(others.values()) and self.generation() == generation
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""

@@ -51,6 +51,8 @@ _FIRST_SEQUENCE = 2
 _TABLE_NAME = 1
 _TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
 _CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
+_COUNT = 20
+"""NFTA_SET_COUNT: the number of elements."""
 ABSENT = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 """No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
 
@@ -174,6 +176,18 @@ class Connection:
         """
         of = text_attribute(1, table) + text_attribute(2, name)
         return self._dumped(_GETSETELEM, family, of, _collect_elements) or frozenset()
+
+    def counts(self, family: Family, table: str) -> dict[str, int]:
+        """Return the number of elements of each set and map of *table*; none if the kernel does not tell it.
+
+        Raises as `elements`.
+        """
+        named = text_attribute(_TABLE_NAME, table)
+        return {
+            text(found[2]): int.from_bytes(found[_COUNT], "big")
+            for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
+            if _COUNT in found
+        }
 
     def _of_table(self, kind: int, family: Family, table: str) -> list[Span]:
         """Return the objects of *table*: the kernel lists those of all tables, and the table's name first."""

@@ -26,7 +26,7 @@ from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.questions.cleanup import cleanup
-from kproxy_nftables.wanted import Element
+from kproxy_nftables.wanted import Element, Value
 
 from .test_applied import some_plans, without_index
 
@@ -130,6 +130,54 @@ def test_a_restart_over_a_correct_table_writes_nothing(backend: NftablesBackend,
     again = NftablesBackend(BOTH)
     assert resync(again, rich(family), NODES[family]).operations == 0
     again.kproxy_close()
+
+
+@pytest.mark.parametrize("family", Family)
+def test_a_restart_over_long_maps_does_not_list_them(
+    backend: NftablesBackend, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy_nftables.family.LONG_DUMP", 1)
+    listed: list[str] = []
+    real = Kernel.elements
+
+    def elements(kernel: Kernel, family: Family, container: str) -> dict[bytes, Value]:
+        listed.append(container)
+        return real(kernel, family, container)
+
+    resync(backend, rich(family), NODES[family])
+    monkeypatch.setattr(Kernel, "elements", elements)
+    for _ in range(2):
+        again = NftablesBackend(BOTH)
+        assert resync(again, rich(family), NODES[family]).operations == 0
+        again.kproxy_close()
+    with Kernel() as kernel:
+        if kernel.counts(family):  # Since Linux 6.16.
+            assert not set(listed).intersection(names.ELEMENT_CONTAINERS)
+    changed = dict.fromkeys(rich(family))
+    assert change(backend, changed, NODES[family]).operations > 50
+
+
+@pytest.mark.parametrize("damage", [
+    "delete element ip kproxy vips { 10.96.0.1 . tcp . 80 }",
+    "add element ip kproxy vips { 10.96.0.99 . tcp . 80 : drop }",
+    "delete element ip kproxy vips { 10.96.0.1 . tcp . 80 };"
+    " add element ip kproxy vips { 10.96.0.1 . tcp . 80 : drop }",
+    "delete element ip kproxy tcp-vip-endpoints { 10.96.0.1 . 80 . 0 };"
+    " add element ip kproxy tcp-vip-endpoints { 10.96.0.1 . 80 . 0 : 10.244.1.9 . 8080 }",
+    "delete element ip kproxy vips { 10.96.0.1 . tcp . 80 };"
+    " add element ip kproxy vips { 10.96.0.99 . tcp . 80 : drop }",
+    "flush set ip kproxy cluster-ips",
+], ids=["missing", "unwanted", "verdict", "endpoint", "another", "flushed"])  # fmt: skip
+def test_a_full_sync_over_long_maps_repairs_them(
+    backend: NftablesBackend, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy_nftables.family.LONG_DUMP", 1)
+    resync(backend, rich())
+    before = sorted(map(repr, contents()))
+    nft(damage)
+    assert sorted(map(repr, contents())) != before
+    assert resync(backend, rich()).operations > 0
+    assert sorted(map(repr, contents())) == before
 
 
 @pytest.mark.parametrize("family", Family)
