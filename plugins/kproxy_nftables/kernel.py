@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -15,6 +16,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.nf_tables import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
+from kproxy_core.host.netlink.sockets import Refusal
 from kproxy_core.host.nftables.connection import Connection, Refused, Writer
 from kproxy_core.host.nftables.lookup import table_exists
 from kproxy_core.host.nftables.objects import Command, HeldTable
@@ -131,13 +133,23 @@ class Kernel:
         """
         generation, sock = self.generation(), self._connection().socket
         others = Counter(counts)
-        with self._failures_named():
-            for part in parts:
+        before: Sequence[Element] = ()
+        checked: Future[list[Refusal]] | None = None
+        with self._failures_named(), ThreadPoolExecutor(max_workers=1) as checker:
+            for part in chain(parts, [()]):
                 others.subtract(container for container, _, _ in part)
-                for deletes, adds in ((part, ()), ((), part)):
-                    for requests in batch.requests(family, deletes, adds, sock.send_limit, len(part)):
-                        if requests and sock.transact(*transaction(requests, commit=False)):
-                            return False
+                # Not both of one part: what is deleted would be missing when it is added.
+                most = len(before) + len(part)
+                for requests in batch.requests(family, before, part, sock.send_limit, most):
+                    if not requests:
+                        continue
+                    data = transaction(requests, commit=False)
+                    if checked is not None and checked.result():
+                        return False
+                    checked = checker.submit(sock.transact, *data)
+                before = part
+            if checked is not None and checked.result():
+                return False
         return not any(others.values()) and self.generation() == generation
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
