@@ -73,7 +73,12 @@ BPF_F_TABLE("hash", struct slot, struct endpoint, slots, 131072, NO_PREALLOC);
 /* Endpoints of services with UDP or affinity: what a socket or a client remembers is valid as long as it is here. */
 BPF_F_TABLE("hash", struct member, u64, endpoints, 131072, NO_PREALLOC);
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 4096, NO_PREALLOC);
+/*
+ * kproxy doubles it when half of it is in use, up to a bound; then those clients are forgotten that were away longest.
+ * *pinned*: how many clients were added since the map was made.
+ */
 BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
+BPF_ARRAY(pinned, u64, 1);
 /*
  * Clients that are endpoints of the Service they dial. The rules serve them, hairpin included: they masquerade it,
  * and if only these choices were left to them, the client itself would be chosen too rarely.
@@ -301,6 +306,9 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 	if (s->affinity_seconds) {
 		struct pin p = { now, to.endpoint };
 		pins.update(&c, &p);
+		u64 *number = pinned.lookup(&zero);
+		if (number)
+			lock_xadd(number, 1);
 	}
 chosen:
 	/*

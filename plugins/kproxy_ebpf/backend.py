@@ -145,7 +145,7 @@ class EbpfBackend:
     def kproxy_watch(self, damaged: api.Damage) -> Generator[None, bool, bool]:
         """Watch the programs' links besides the rules."""
         watches = yield
-        self._watcher = Watcher(self._look, self._families_served, damaged)
+        self._watcher = Watcher(self._look_and_make_room, self._families_served, damaged)
         return watches
 
     @hookimpl
@@ -232,3 +232,12 @@ class EbpfBackend:
             return 0, ""
         repairs = self._kernel.attachments  # read first: a repair meanwhile must not make an old problem new
         return repairs, self._kernel.problem()
+
+    def _look_and_make_room(self) -> Look:
+        if self._kernel is not None:
+            try:
+                self._kernel.make_room_for_clients()
+            except OSError as error:
+                log.warning("no more room for clients with session affinity",
+                            extra={"fields": {"error": str(error)}})  # fmt: skip
+        return self._look()

@@ -162,6 +162,10 @@ def parse_pin(value: bytes) -> tuple[int, bytes]:
     return _NUMBER.unpack_from(value)[0], value[_NUMBER.size:]
 
 
+def parse_number(value: bytes) -> int:
+    return int.from_bytes(value, sys.byteorder)
+
+
 def cookie_key(cookie: int) -> bytes:
     return _NUMBER.pack(cookie)
 

@@ -29,6 +29,8 @@ from kproxy_ebpf.wanted import frontends_left_by_pods, only_node_clients
 log = logging.getLogger("kproxy.ebpf")
 
 _SO_NETNS_COOKIE = 71
+MOST_CLIENTS = 1 << 18
+"""The bound of the map of clients with session affinity: 30 MiB of kernel memory."""
 
 
 class Kernel:
@@ -57,6 +59,8 @@ class Kernel:
         """Flags of frontends for which sockets of pods are left to the rules, by family."""
         self._cgroup = -1
         self._cgroup_id = 0
+        self._clients_to_count = 0
+        """How many clients were added in all when `make_room_for_clients` counts those in the map again."""
         self.attachments = 0
         """How often `attach` has succeeded: a problem seen since then is a new one."""
         self._notrack = NotrackTables(families, settings.notrack_mark)
@@ -151,6 +155,33 @@ class Kernel:
                     self._maps[names.CONNECTED], self._compiled.maps[names.CONNECTED],
                     self._maps[names.ENDPOINTS])
 
+    def make_room_for_clients(self) -> None:
+        """Replace the map of clients with session affinity by a larger one if half of it is in use.
+
+        It evicts the client that was away longest, so all count that were seen within the longest timeout.
+        Raises OSError.
+        """
+        with self._lock:
+            if not self._maps:
+                return
+            added = batch.parse_number(bpf.lookup(self._maps[names.PINNED], bytes(4), 8) or b"")
+            if added < self._clients_to_count:
+                return
+            definition = bpf.map_definition(self._maps[names.PINS])
+            self._clients_to_count = added + definition.entries // 8  # Also after a failure.
+            clients = bpf.elements(self._maps[names.PINS], definition)
+            seen = [batch.parse_pin(value)[0] for _, value in clients]
+            since = max(seen, default=0) - self._longest_affinity() * 1_000_000_000
+            in_use = sum(moment > since for moment in seen)
+            half = definition.entries // 2
+            if in_use < half:
+                self._clients_to_count = added + half - in_use
+            elif definition.entries < MOST_CLIENTS:
+                self._double(names.PINS)
+            else:
+                log.warning("clients with session affinity may be forgotten before their timeout",
+                            extra={"fields": {"clients": in_use, "entries": definition.entries}})  # fmt: skip
+
     def attach(self) -> None:
         """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""
         with self._lock, _reporting():
@@ -242,6 +273,11 @@ class Kernel:
         written = {bpf.identity(descriptor) for descriptor in self._maps.values()}
         return next((name for name, fd in self._programs.items() if bpf.maps_of(fd) - written), "")
 
+    def _longest_affinity(self) -> int:
+        """Return the longest timeout of a Service in seconds, 0 without affinity. Raises OSError."""
+        frontends = bpf.elements(self._maps[names.FRONTENDS], self._compiled.maps[names.FRONTENDS])
+        return max((batch.parse_service(value).affinity_seconds for _, value in frontends), default=0)
+
     def _update(self, name: str, elements: dict[bytes, bytes]) -> None:
         """Set *elements* of one map, which grows if necessary. Raises OSError."""
         while True:
@@ -268,9 +304,13 @@ class Kernel:
         made = _make_map(scratch, name, larger)
         programs: dict[str, int] = {}
         try:
-            bpf.update_all(made, dict(bpf.elements(full, definition)))
+            copied = dict(bpf.elements(full, definition))
+            bpf.update_all(made, copied)
             programs = self._load({**self._maps, name: made})
             with self._running(programs):
+                if name == names.PINS:  # Programs went on to add clients to the full map.
+                    late = bpf.elements(full, definition)
+                    bpf.update_all(made, {key: value for key, value in late if copied.get(key) != value})
                 scratch.rename(path)
         except OSError:
             os.close(made)

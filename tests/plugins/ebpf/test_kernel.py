@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.testing.open_files import open_files
 from kproxy_ebpf import names
-from kproxy_ebpf.batch import CONNECTED_UDP
+from kproxy_ebpf.batch import CONNECTED_UDP, client_key
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel import bpf, port
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
@@ -363,6 +363,71 @@ def test_a_full_map_grows_and_keeps_what_it_had(settings: Settings, compiled: Co
     finally:
         again.close()
         kernel.close()
+
+
+STICKY = full_update(NODE, plans(
+    NODE, service("web", "80@30080", affinity=10800), endpoint_slice("web", "10.244.2.1")))  # fmt: skip
+
+
+def clients(seen: Iterable[int]) -> dict[bytes, bytes]:
+    """Return map elements of clients that were seen at these seconds."""
+    return {
+        client_key(number, bytes(8)): (second * 10**9).to_bytes(8, sys.byteorder) + bytes(24)
+        for number, second in enumerate(seen)
+    }
+
+
+def add_clients(kernel: Kernel, seen: Iterable[int]) -> dict[bytes, bytes]:
+    """Add clients as the programs do, and return their map elements."""
+    elements = clients(seen)
+    bpf.update_all(kernel._maps[names.PINS], elements)
+    bpf.update(kernel._maps[names.PINNED], bytes(4), len(elements).to_bytes(8, sys.byteorder))
+    return elements
+
+
+def entries_for_clients(kernel: Kernel) -> int:
+    return bpf.map_definition(kernel._maps[names.PINS]).entries
+
+
+def test_the_map_of_clients_with_affinity_grows_before_it_forgets_one(
+    kernel: Kernel, settings: Settings
+) -> None:
+    sync(kernel, STICKY)
+    kernel.attach()
+    before = entries_for_clients(kernel)
+    add_clients(kernel, [10800] * (before // 2 - 1))
+    kernel.make_room_for_clients()
+    assert entries_for_clients(kernel) == before
+    added = add_clients(kernel, [10800] * (before // 2))
+    kernel.make_room_for_clients()
+    assert entries_for_clients(kernel) == 2 * before
+    assert kernel.problem() == ""
+    with pinned_maps(settings) as maps:
+        assert maps is not None
+        assert dict(maps.elements(names.PINS)) == added
+
+
+def test_clients_that_were_away_for_the_timeout_need_no_room(kernel: Kernel) -> None:
+    sync(kernel, STICKY)
+    kernel.attach()
+    before = entries_for_clients(kernel)
+    add_clients(kernel, [1] * (before // 2) + [10801] * (before // 4))
+    kernel.make_room_for_clients()
+    assert entries_for_clients(kernel) == before
+
+
+def test_the_map_of_clients_with_affinity_is_bounded(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(port, "MOST_CLIENTS", 65536)
+    sync(kernel, STICKY)
+    add_clients(kernel, [1] * 40000)
+    kernel.make_room_for_clients()
+    assert entries_for_clients(kernel) == 65536
+    assert "clients with session affinity may be forgotten" in caplog.text
+    caplog.clear()
+    kernel.make_room_for_clients()
+    assert caplog.text == ""
 
 
 def test_a_batch_that_lacks_memory_for_a_moment_goes_on_where_it_stopped(
