@@ -9,8 +9,28 @@ from kproxy_core.model.service import PortSpec
 
 Candidates = Sequence[Candidate]
 
+MOST_DESTINATIONS = 100_000
+"""Limit for the endpoints times ports of one Service in one family, far above any real one."""
+
 _KEY = itemgetter(0)
 _new = tuple.__new__
+
+
+def count_destinations(slices: Mapping[str, EndpointSlice] | None) -> int:
+    """Return the endpoints times ports of a Service's EndpointSlices."""
+    return sum(len(piece.endpoints) * len(piece.ports) for piece in slices.values()) if slices else 0
+
+
+def within_limit(slices: Mapping[str, EndpointSlice]) -> dict[str, EndpointSlice]:
+    """Return the first *slices* by name that together hold at most `MOST_DESTINATIONS`."""
+    kept: dict[str, EndpointSlice] = {}
+    room = MOST_DESTINATIONS
+    for name, piece in sorted(slices.items()):
+        room -= len(piece.endpoints) * len(piece.ports)
+        if room < 0:
+            break
+        kept[name] = piece
+    return kept
 
 
 def endpoints_of(port: PortSpec, slices: Mapping[str, EndpointSlice] | None) -> Candidates:

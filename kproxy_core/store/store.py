@@ -5,7 +5,7 @@ without addresses or pod networks keeps those it had.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -52,9 +52,11 @@ class FamilyObjects(Struct):
         named, self.named = self.named, []
         return named
 
-    def take_trigger_times(self) -> list[float]:
-        """Return the times of the endpoint changes since the last call."""
-        trigger_times, self.trigger_times = self.trigger_times, {}
+    def take_trigger_times(self, except_of: Container[ServiceName] = ()) -> list[float]:
+        """Return the times of the endpoint changes since the last call; those of some Services are kept."""
+        kept = {name: times for name, times in self.trigger_times.items() if name in except_of}
+        trigger_times = {name: times for name, times in self.trigger_times.items() if name not in kept}
+        self.trigger_times = kept
         return [time for times in trigger_times.values() for time in times]
 
     def note(self, kind: str, name: ServiceName | SliceName, state: str) -> None:

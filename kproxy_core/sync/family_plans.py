@@ -5,14 +5,24 @@ from typing import NamedTuple
 
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.candidates import Candidates, endpoints_of
+from kproxy_core.plan.candidates import (
+    MOST_DESTINATIONS,
+    Candidates,
+    count_destinations,
+    endpoints_of,
+    within_limit,
+)
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 from kproxy_core.store.store import Store
 
 _UDP = Protocol.UDP
+
+GIANT = 10_000
+"""Endpoints times ports above which a Service is a giant: a change of it takes some 0.1 s."""
 
 
 class Step(NamedTuple):
@@ -52,6 +62,13 @@ class FamilyPlans:
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
         self._dirty: set[ServiceName] = set()
+        self._giants: set[ServiceName] = set()
+        """Giants among the planned Services."""
+        self._waiting: dict[ServiceName, None] = {}
+        """Changed giants that are not planned yet, in that order."""
+        self._omitted: dict[ServiceName, int] = {}
+        """Number of slices that are not used, for Services above the limit."""
+        self._new_omissions: dict[ServiceName, int] = {}
         self._udp_ports: set[ServicePortKey] = set()
         self._health_checked: set[ServiceName] = set()
 
@@ -69,18 +86,28 @@ class FamilyPlans:
             self._dirty.update(self._store.services)
         return True
 
-    def plan(self) -> list[Conflict]:
-        """Bring the plans up to date with the store. Return new frontend conflicts."""
-        names = self._objects.take_changed()
+    def plan(self, most_giants: int | None = None) -> list[Conflict]:
+        """Bring the plans up to date with the store. Return new frontend conflicts.
+
+        Of changed giants, those beyond *most_giants* wait for another call; None: all are planned.
+        """
+        waiting, self._waiting = self._waiting, {}
+        names = waiting | self._objects.take_changed()
         if self._dirty:
             names |= dict.fromkeys(self._dirty)
             self._dirty = set()
+        if most_giants is not None:
+            changed_giants = [name for name in names if self._is_giant(name)]
+            self._waiting = dict.fromkeys(changed_giants[most_giants:])
+            for name in self._waiting:
+                del names[name]
         touched: set[ServiceName] = set()
         for name in names:
             service = self._store.services.get(name)
             wanted: tuple[ServicePlan, ...] = ()
             if service is not None:
-                wanted = plan_service(service, self._objects.slices.get(name), self.node)
+                wanted = plan_service(service, self._usable_slices(name), self.node)
+            self._note_size(name)
             before = self._claims.wanted(name)
             if before:
                 keys = {plan.key for plan in wanted}
@@ -93,6 +120,16 @@ class FamilyPlans:
         for name in touched:
             self._put_granted(name)
         return self._claims.take_conflicts()
+
+    @property
+    def waiting(self) -> Mapping[ServiceName, None]:
+        """Changed giants that are not planned yet."""
+        return self._waiting
+
+    def take_omissions(self) -> dict[ServiceName, int]:
+        """Return how many slices of Services are beyond the limit, where that changed since the last call."""
+        taken, self._new_omissions = self._new_omissions, {}
+        return taken
 
     @property
     def differs(self) -> bool:
@@ -156,8 +193,31 @@ class FamilyPlans:
         service = self._store.services.get(key.service)
         for port in service.ports if service is not None else ():
             if (port.name, port.protocol) == (key.port_name, key.protocol):
-                return endpoints_of(port, self._objects.slices.get(key.service))
+                return endpoints_of(port, self._usable_slices(key.service))
         return ()
+
+    def _is_giant(self, name: ServiceName) -> bool:
+        """Return whether a Service is a giant now, or was one when it was planned."""
+        return name in self._giants or count_destinations(self._objects.slices.get(name)) > GIANT
+
+    def _usable_slices(self, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
+        slices = self._objects.slices.get(name)
+        return within_limit(slices) if slices and count_destinations(slices) > MOST_DESTINATIONS else slices
+
+    def _note_size(self, name: ServiceName) -> None:
+        """Note whether a Service that is being planned is a giant, and how many slices it may not use."""
+        slices = self._objects.slices.get(name) or {}
+        if count_destinations(slices) > GIANT:
+            self._giants.add(name)
+        elif name in self._giants:
+            self._giants.remove(name)
+        else:
+            return
+        omitted = len(slices) - len(self._usable_slices(name) or ())
+        if omitted != self._omitted.pop(name, 0):
+            self._new_omissions[name] = omitted
+        if omitted:
+            self._omitted[name] = omitted
 
     def _health_check(self, name: ServiceName) -> HealthCheck | None:
         granted = self._claims.granted(name)

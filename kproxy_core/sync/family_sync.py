@@ -8,6 +8,7 @@ from kproxy_core.backend.errors import PluginFailed, SyncFailed, TrustLost, Unsu
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
+from kproxy_core.plan.candidates import MOST_DESTINATIONS
 from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
@@ -20,6 +21,9 @@ _ESCALATE_AFTER = 2
 
 _REMEMBERED_TRIGGERS = 10_000
 """Bound on changes whose latency is recorded after a series of failed syncs. The oldest are dropped."""
+
+_GIANT_REST_SHARE = 4
+"""Times the CPU time of a sync for a giant that the next one waits. Other Services do not wait for that."""
 
 
 class FamilySync:
@@ -41,6 +45,9 @@ class FamilySync:
         self._clock = clock
         self._cpu = cpu
         self._cpu_before = 0.0
+        self._is_for_giant = False
+        """The sync under way is for a giant, and does not delay the next one for others."""
+        self._giants_rest_until = 0.0
         self._trigger_times: list[float] = []
         self._failures = 0
         self._degraded = ""
@@ -83,17 +90,37 @@ class FamilySync:
         for observer in self._observers:
             observer.damage_found(self.family)
 
+    def next_wakeup(self, now: float) -> float | None:
+        """Return the time, not before *now*, at which `turn` has work without a further request."""
+        at = self.pacing.next_wakeup(now)
+        if not self.plans.waiting or self._failures:
+            return at
+        giants_at = max(now, self._giants_rest_until)
+        return giants_at if at is None else min(at, giants_at)
+
     def turn(self) -> None:
-        """Sync if that is due. Raises Unsupported if the backend cannot work here."""
+        """Sync if that is due. Raises Unsupported if the backend cannot work here.
+
+        Giants are planned one by one, when no other Service waits.
+        """
         scope = self.pacing.due(self._clock())
+        self._is_for_giant = False
         if scope is None:
-            return
+            if not self.plans.waiting or self._failures or self._clock() < self._giants_rest_until:
+                return
+            scope, self._is_for_giant = Scope.CHANGED, True
         started, self._cpu_before = self._clock(), self._cpu()
         for observer in self._observers:
             observer.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
-        for conflict in self.plans.plan():
+        for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(self._is_for_giant)):
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
-        self._trigger_times += self._objects.take_trigger_times()
+        for service, slices in self.plans.take_omissions().items():
+            log.log(
+                logging.ERROR if slices else logging.INFO,
+                "endpoints beyond the limit are not used" if slices else "all endpoints are used again",
+                extra={"fields": {
+                    "service": str(service), "limit": MOST_DESTINATIONS, "slices_not_used": slices}})
+        self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
         if scope is Scope.CHANGED and not self.plans.differs and not self._degraded:
             self._succeeded(started, scope, None)
             return
@@ -166,8 +193,15 @@ class FamilySync:
         return bool(self.plans.unserved) or bool(self._degraded)
 
     def _cost(self) -> float:
-        """Return the CPU seconds of the sync so far. A busy machine makes it longer, but not costlier."""
-        return self._cpu() - self._cpu_before
+        """Return the CPU seconds of the sync so far that later syncs wait for.
+
+        A busy machine makes it longer, but not costlier.
+        """
+        cost = self._cpu() - self._cpu_before
+        if self._is_for_giant:
+            self._giants_rest_until = self._clock() + _GIANT_REST_SHARE * cost
+            return 0.0
+        return cost
 
     def _log_unserved(self, report: SyncReport) -> str:
         """Return the service ports that are not served, for people. Log when they change."""

@@ -139,7 +139,7 @@ class Loop:
         if self._held or not self._started:
             return None
         now = self._clock()
-        times = [sync.pacing.next_wakeup(now) for sync in self._syncs.values()]
+        times = [sync.next_wakeup(now) for sync in self._syncs.values()]
         return min((at for at in times if at is not None), default=None)
 
     @property

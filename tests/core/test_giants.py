@@ -1,0 +1,106 @@
+"""Services with very many endpoints: they wait for others, never the other way round, and are bounded."""
+
+import logging
+
+import pytest
+
+from kproxy_core.backend.api import Update
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.plan import candidates
+from kproxy_core.store.events import ServiceGone, ServiceSet, SliceSet
+from kproxy_core.sync import family_plans, family_sync
+from kproxy_core.testing.builders import endpoint_slice, service, service_name
+from tests.core.loop_rig import V4, Rig
+
+
+@pytest.fixture(autouse=True)
+def small_giants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a Service with four endpoints be a giant, and have six at most."""
+    monkeypatch.setattr(family_plans, "GIANT", 3)
+    for module in (candidates, family_plans, family_sync):
+        monkeypatch.setattr(module, "MOST_DESTINATIONS", 6)
+
+
+def giant(number: int = 0, last: int = 4, *, name: str = "") -> EndpointSlice:
+    endpoints = (f"10.0.{number}.{host}" for host in range(1, last + 1))
+    return endpoint_slice(f"giant{number}", *endpoints, name=name or f"giant{number}-a")
+
+
+def rig_with_giants(count: int = 1) -> Rig:
+    rig = Rig(families=[V4])
+    rig.start(
+        ServiceSet(service("web", ip="10.96.1.1")),
+        *(ServiceSet(service(f"giant{n}", ip=f"10.96.0.{n + 1}")) for n in range(count)),
+        *(SliceSet(giant(n)) for n in range(count)),
+    )
+    return rig
+
+
+def changed(updates: list[Update]) -> list[list[str]]:
+    return [sorted(key.name for key in update.changed) for update in updates]
+
+
+def test_another_service_is_synced_before_a_giant_of_the_same_moment() -> None:
+    rig = rig_with_giants()
+    rig.loop.emit([SliceSet(giant(last=5)), SliceSet(endpoint_slice("web", "10.1.0.1"))])
+    assert changed(rig.settle()) == [["web"], ["giant0"]]
+    assert rig.backend.held[V4] == rig.loop.plans[V4].plans
+
+
+def test_a_giant_that_flaps_waits_for_four_times_its_cost_and_others_do_not() -> None:
+    rig = rig_with_giants()
+    rig.backend.seconds = 2.0
+    rig.say(SliceSet(giant(last=5)))
+    assert changed(rig.turn()) == [["giant0"]]
+    rig.backend.seconds = 0.0
+    ended = rig.clock.now
+    assert rig.say(SliceSet(giant(last=6))) == []
+    assert changed(rig.say(SliceSet(endpoint_slice("web", "10.1.0.1")))) == [["web"]]
+    assert rig.loop.next_wakeup() == ended + 8.0
+    rig.clock.now = ended + 7.9
+    assert rig.turn() == []
+    rig.clock.now = ended + 8.0
+    assert changed(rig.turn()) == [["giant0"]]
+    assert rig.backend.held[V4] == rig.loop.plans[V4].plans
+
+
+def test_one_giant_is_synced_at_a_time() -> None:
+    rig = rig_with_giants(3)
+    rig.loop.emit([SliceSet(giant(n, last=5)) for n in range(3)])
+    assert changed(rig.settle()) == [["giant0"], ["giant1"], ["giant2"]]
+    assert rig.backend.held[V4] == rig.loop.plans[V4].plans
+
+
+def test_a_giant_that_ends_is_removed() -> None:
+    rig = rig_with_giants()
+    rig.loop.emit([ServiceGone(service_name("giant0"))])
+    assert changed(rig.settle()) == [["giant0"]]
+    assert [key.name for key in rig.backend.held[V4]] == ["web"]
+
+
+def test_a_full_sync_has_giants_that_wait() -> None:
+    rig = rig_with_giants()
+    rig.backend.problems = [SyncFailed("no")] * 3
+    rig.loop.emit([SliceSet(giant(last=5)), SliceSet(endpoint_slice("web", "10.1.0.1"))])
+    rig.settle()
+    assert len(next(p for p in rig.backend.held[V4].values() if p.key.name == "giant0").cluster) == 5
+
+
+def test_slices_beyond_the_limit_are_not_used_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("kproxy").propagate = True
+    rig = rig_with_giants()
+    (key,) = (key for key in rig.backend.held[V4] if key.name == "giant0")
+    more = giant(last=3, name="giant0-b")
+    rig.loop.emit([SliceSet(more)])
+    rig.settle()
+    assert len(rig.backend.held[V4][key].cluster) == 4
+    assert [record.__dict__["fields"] for record in caplog.records] == [
+        {"service": "default/giant0", "limit": 6, "slices_not_used": 1}]
+    assert len(rig.loop.plans[V4].candidates(key)) == 4
+    caplog.clear()
+    rig.loop.emit([SliceSet(giant(last=1))])
+    with caplog.at_level(logging.INFO, "kproxy.run"):
+        rig.settle()
+    assert len(rig.backend.held[V4][key].cluster) == 3
+    assert "all endpoints are used again" in caplog.text
