@@ -1,5 +1,7 @@
 """Attributes of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads."""
 
+import re
+import struct
 from collections.abc import Collection, Iterable
 from functools import partial
 
@@ -21,8 +23,40 @@ from kproxy_core.model.address import Family
 
 _NEWTABLE = nf_tables.KIND
 _FLAGS, _USE = 2, 3
-_DORMANT = 1
-"""NFT_TABLE_F_DORMANT (linux/netfilter/nf_tables.h)"""
+_DORMANT, _OWNER = 1, 2
+"""NFT_TABLE_F_DORMANT, NFT_TABLE_F_OWNER (linux/netfilter/nf_tables.h)"""
+_MATCH = re.compile(
+    re.escape(struct.pack("=HH8s", 10, 1, b"match"))  # NFTA_EXPR_NAME
+    + b".." + struct.pack("=H", 2) + b".." + struct.pack("=H", 1)  # NFTA_EXPR_DATA, NFTA_MATCH_NAME
+    + rb"([\w-]+)\0", re.DOTALL)  # fmt: skip
+"""An expression of nft_compat in a rule."""
+
+
+def owned_tables(family: Family, names: Collection[str]) -> list[str]:
+    """Return those of the tables *names* that belong to a process, which alone may change them.
+
+    Raises HostError.
+    """
+    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        flags = sock.dump(nf_tables.GETTABLE, nf_tables.payload(family), partial(_numbers_by_name, _FLAGS))
+    return [name for name in names if flags.get(name, 0) & _OWNER]
+
+
+def used_matches(family: Family, table: str) -> set[str]:
+    """Return the names of the matches of iptables in the rules of an existing *table*. Raises HostError."""
+    of_table = nf_tables.payload(family, text_attribute(nf_tables.TABLE_NAME, table))
+    with doing(f"read the rules of table {table}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return sock.dump(nf_tables.GETRULE, of_table, _matches)
+
+
+def _matches(answers: Iterable[Span]) -> set[str]:
+    found: set[str] = set()
+    scanned = b""
+    for data, _, _ in answers:  # Several rules are in one piece of data.
+        if data is not scanned:
+            scanned = data
+            found.update(name.decode("ascii", "replace") for name in _MATCH.findall(data))
+    return found
 
 
 def dormant_tables(family: Family, names: Collection[str]) -> list[str]:

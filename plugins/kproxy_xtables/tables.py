@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.nftables.lookup import chain_exists
+from kproxy_core.host.nftables.lookup import chain_exists, table_exists
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables import over_netlink
@@ -20,10 +20,16 @@ CHAINS_PER_CALL = 750
 """Chains in one call of iptables-nft-restore, whose time grows with the square of that number (1.8.9)."""
 
 _TABLES = ("filter", "nat", "mangle")
+_ALL_TABLES = (*_TABLES, "raw", "security")
 _FAILED_LINE = re.compile(r"line:? (\d+)")
 _RESOURCE_PROBLEM = 4
 _LOCKED = "xtables lock"
 _NOT_PERMITTED = "Permission denied"
+_INCOMPATIBLE = "incompatible"
+_OWN_MATCHES = frozenset({
+    "addrtype", "comment", "conntrack", "mark", "physdev", "recent", "sctp", "set", "statistic", "tcp", "udp",
+})
+"""Matches in rules of our own: a mode does not begin without them."""
 
 
 class Busy(HostError):
@@ -36,6 +42,10 @@ class Unusable(HostError):
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.is_denied = _NOT_PERMITTED in problem
+
+
+class Unreadable(Unusable):
+    """Another program has made a table unusable for the programs of iptables, but not for nf_tables."""
 
 
 class RestoreFailed(HostError):
@@ -70,6 +80,26 @@ class Tables:
             raise Unusable(str(error)) from error
         if done.returncode:
             raise _read_error(programs.complaint(done) or "no nat table")
+
+    def check_foreign_rules(self) -> None:
+        """Return if other programs leave the tables usable for iptables. Raises Unreadable, or HostError."""
+        if not self.variant.nft:
+            return
+        existing = [name for name in _ALL_TABLES if table_exists(self.family, name)]
+        if owned := over_netlink.owned_tables(self.family, [name for name in existing if name in _TABLES]):
+            raise Unreadable(f"table {self.family.ip} {owned[0]} belongs to another process (flag owner)")
+        matches: set[str] = set()
+        for name in existing:
+            done = self._list(name, "OUTPUT")
+            problem = programs.complaint(done) if done.returncode else ""
+            if _INCOMPATIBLE not in problem:
+                matches |= over_netlink.used_matches(self.family, name)
+            elif name in _TABLES:
+                raise Unreadable(problem)
+        for match in sorted(matches - _OWN_MATCHES):
+            done = programs.run(self.program, "-m", match, "--help", own=self._own)
+            if done.returncode:
+                raise Unreadable(programs.complaint(done).partition("\n")[0])
 
     def is_missing(self) -> bool:
         """Return whether this kernel lacks the interface or the family, so that no rules can exist."""
@@ -155,8 +185,11 @@ def open_tables(families: Iterable[Family], own: OwnProcesses | None = None) -> 
         for family in families:
             found[family] = Tables(family, variant, own)
             found[family].check()
+            found[family].check_foreign_rules()
     except NoVariant as missing:
         raise Unsupported(str(missing)) from missing
+    except Unreadable as error:  # Of no family: another mode serves both.
+        raise Unsupported(f"{variant} does not work beside rules of other programs: {error}") from error
     except Unusable as error:
         raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error
     except HostError as error:
@@ -166,7 +199,9 @@ def open_tables(families: Iterable[Family], own: OwnProcesses | None = None) -> 
 
 def _read_error(problem: str) -> Busy | Unusable:
     # The exit code alone does not tell: it is the same when the lock file can't be opened.
-    return Busy(problem) if _LOCKED in problem else Unusable(problem)
+    if _LOCKED in problem:
+        return Busy(problem)
+    return Unreadable(problem) if _INCOMPATIBLE in problem else Unusable(problem)
 
 
 def _rejected_line(text: str, problem: str) -> str:

@@ -38,6 +38,11 @@ class Release:
         return str(self.programs / "nft")
 
     @property
+    def iptables(self) -> str:
+        """The program whose first argument is the name of one of iptables."""
+        return str(self.programs / "xtables-nft-multi")
+
+    @property
     def python(self) -> str:
         return str(self.programs / "python3")
 

@@ -189,6 +189,7 @@ def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = 
         tables = find_tables(family, own)
         if tables is not None:
             tables.check()
+            tables.check_foreign_rules()
             return IptablesPortals(tables)
     except Unusable as error:
         problems.append(str(error))
