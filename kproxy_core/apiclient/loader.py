@@ -9,10 +9,12 @@ The whole package costs 30 MiB and 0.15 s, of which a configuration without an a
 
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
 from ipaddress import ip_address
 from types import ModuleType, SimpleNamespace
@@ -26,6 +28,9 @@ from kproxy_core.apiclient.loading import LOAD_SECONDS, Loaded, NotLoaded, names
 
 _MAX_BYTES = 4 << 20
 """Limit in bytes for a kubeconfig."""
+
+_MOST_MEMORY = 512 << 20
+"""Limit in bytes for the data of this process, which holds all that a plugin prints, and of the plugin."""
 
 _IN_MEMORY = "/dev/shm"
 """Directory in which the kubernetes package writes inlined keys to files while it loads."""
@@ -58,6 +63,9 @@ def main() -> None:
 
 
 def _end(number: int, _: object) -> None:
+    if number == signal.SIGALRM:  # The proxy, which ends the plugin by SIGTERM as well, is gone.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
     sys.exit(128 + number)  # and clean up on the way
 
 
@@ -123,7 +131,8 @@ def _from_kubeconfig(path: str, master: str) -> Loaded:
             files.append((token_file, stamp(token_file)))
         config = _configuration(cluster.get("server"))
         complaints = _Complaints()
-        loader.load_and_set(config)
+        with _bounded_memory():
+            loader.load_and_set(config)
         _check_credentials(user, loader, complaints.texts)
         pems = []
         for name in (config.ssl_ca_cert, config.cert_file, config.key_file):
@@ -140,6 +149,18 @@ def _from_kubeconfig(path: str, master: str) -> Loaded:
             compression=not cluster.get("disable-compression"), files=files,
             expires=expiry.timestamp() if expiry else None,
             generated=bool(user.get("exec") or user.get("auth-provider")))
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Bound what a plugin can have this process hold; its own data is bounded as well."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or hard > _MOST_MEMORY:
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _configuration(host: str | None) -> Any:
@@ -161,7 +182,7 @@ def _active(config: Any, loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _check_credentials(user: dict[str, Any], loader: Any, complaints: list[str]) -> None:
     """Raise NotLoaded if a plugin or provider failed, which the package only logs."""
     if complaints:
-        text = complaints[0]
+        text = complaints[0] or f"it failed, perhaps because it printed more than {_MOST_MEMORY >> 20} MiB"
         raise NotLoaded(text if text.startswith("exec: ") or "exec" not in user else f"exec: {text}")
     provider = user.get("auth-provider")
     if provider and not getattr(loader, "token", None):

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -186,6 +188,29 @@ def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig, monkeypatch: pytes
         "command": "sleep", "args": ["1000"], "apiVersion": "client.authentication.k8s.io/v1"}})
     with pytest.raises(AccessError, match="does a credential plugin hang"):
         load_access(None, config)
+
+
+def test_a_plugin_that_prints_without_end_fills_no_memory(kubeconfig: Kubeconfig) -> None:
+    config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
+        "command": "yes", "apiVersion": "client.authentication.k8s.io/v1", "interactiveMode": "Never"}})
+    with pytest.raises(AccessError, match="perhaps because it printed more than 512 MiB"):
+        load_access(None, config)
+
+
+def test_a_plugin_that_hangs_ends_soon_after_a_killed_proxy(
+    kubeconfig: Kubeconfig, tmp_path: Path
+) -> None:
+    there = tmp_path / "plugin-runs"
+    os.mkfifo(there)
+    config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
+        "command": "sh", "args": ["-c", f"exec >{there}; sleep 1000"], "interactiveMode": "Never",
+        "apiVersion": "client.authentication.k8s.io/v1"}})
+    load = (f"import sys; sys.argv = ['', '', {config!r}, '']; from kproxy_core.apiclient import loader\n"
+            "loader.LOAD_SECONDS = -5; loader.main()")
+    child = subprocess.Popen([sys.executable, "-c", load], start_new_session=True)
+    with there.open("rb") as held:
+        assert held.read() == b"", "nobody writes any more"
+    assert child.wait(PATIENCE) == 128 + signal.SIGALRM
 
 
 def test_the_name_in_the_certificate_may_differ_from_the_host(
