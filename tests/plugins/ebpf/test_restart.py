@@ -148,3 +148,35 @@ def test_the_proxy_never_holds_the_compiler(where: Node) -> None:
         mapped = Path(f"/proc/{proxy.pid}/maps").read_text(encoding="utf-8")
         assert "python" in mapped
         assert not re.findall(r"/\S*(?:bcc|clang|LLVM)\S*", mapped)
+
+
+def test_a_datagram_socket_keeps_its_endpoints_of_several_frontends(where: Node) -> None:
+    """While no proxy runs after a SIGKILL, with the next one, and where one endpoint was removed."""
+    frontends = {f"10.96.0.{61 + number}": REMOTE[number + 1] for number in range(4)}
+    first = next(iter(frontends))
+    for address, endpoint in frontends.items():
+        where.serve(f"dns-{address[-1]}", address, [endpoint], protocol="UDP")
+    where.serve("dns-1", first, REMOTE[:2], protocol="UDP")
+
+    def ask(client: socket.socket) -> dict[str, str]:
+        answers = {}
+        for address in frontends:
+            client.sendto(b"now", (address, 80))
+            answer, sender = client.recvfrom(100)
+            assert sender == (address, 80)
+            answers[address] = answer.split()[0].decode()
+        return answers
+
+    with where.sockets(where.pod).open(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        with where.proxy() as proxy:
+            before = ask(client)
+            proxy.end(signal.SIGKILL)
+            assert ask(client) == before
+        with where.proxy() as proxy:
+            assert ask(client) == before
+            (left,) = {*REMOTE[:2]} - {before[first]}
+            where.serve("dns-1", first, [left], protocol="UDP")
+            where.await_endpoints(first, left)
+            proxy.end(signal.SIGKILL)
+        with where.proxy():
+            assert ask(client) == before | {first: left}
