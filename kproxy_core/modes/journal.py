@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec import MsgspecError, Struct, json
 
-from kproxy_core.host.files.private import read_private, replace_private
-from kproxy_core.host.namespaces import namespace_name
+from kproxy_core.linux.files import read_private, replace_private
+from kproxy_core.linux.namespaces import namespace_name
 
 log = logging.getLogger("kproxy.run")
 

@@ -1,35 +1,188 @@
-"""The switch of a running node from one mode to another, without breaking a connection.
-
-ARCHITECTURE.md draws the steps. A failed one is rolled back. kube-proxy removes the old mode's rules before
-the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
+"""The switch of a running node from one mode to another without breaking a connection: start, proof,
+change.
 """
 
 import logging
+import secrets
+import select
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from msgspec import Struct
 
-from kproxy_core.backend.api import BackendSettings, Caveat, Leftovers, Scope, SyncReport, Update
-from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import Registry
-from kproxy_core.modes.control import ReportProgress
+from kproxy_core.app.control import ReportProgress
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, SyncFailed, Unsupported
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings, Caveat, Leftovers, Scope, SyncReport, Update
+from kproxy_core.linux.errors import HostError
+from kproxy_core.model.address import Address, Protocol, format_address, format_socket
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
-from kproxy_core.modes.proof import ProofFailed, prove
-from kproxy_core.modes.retiring import RetiringModes, report
-from kproxy_core.modes.starting import start_backend
+from kproxy_core.modes.retirement import RetiringModes, report
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.timing.pacing import Pacing
+from kproxy_core.sync.pacing import Pacing
+
+# The start of a backend: it is made and checked before anything depends on it.
 
 log = logging.getLogger("kproxy.run")
 
+
+def start_backend(
+    registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False
+) -> BackendInstance:
+    """Make the backend of *mode*, and check that it can work as far as possible without programming rules.
+
+    With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused, InvalidOption or
+    Unsupported.
+    """
+    try:
+        instance = registry.make_backend(mode, settings)
+    except PluginFailed as error:
+        raise Unsupported(str(error)) from error
+    try:
+        if not _can_begin(instance):
+            detection = registry.detect(mode, settings, load_modules=True)
+            if detection.refuted:
+                raise Unsupported(detection.because)
+    except SyncFailed as error:
+        # It may pass, and the sync loop retries.
+        log.info("backend start failed, retrying", extra={"fields": {"mode": mode, "error": str(error)}})
+    except (InvalidOption, Unsupported) as error:
+        if not insist or isinstance(error, InvalidOption):
+            registry.close_backend(instance)
+            raise
+        log.warning("mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
+    return instance
+
+
+def _can_begin(instance: BackendInstance) -> bool:
+    """Return whether the backend has found that it can work. A plugin that fails cannot."""
+    try:
+        return instance.begin()
+    except (HostError, PluginFailed) as error:
+        raise Unsupported(str(error)) from error
+
+
+# Proof that a mode is at work, before anything of another mode is removed.
+
 _TRIES = 3
-"""Attempts to sync the new mode."""
+"""Other processes may change the rules in between."""
+
+_KEY = ServicePortKey("kproxy", "mode-switch", "probe", Protocol.TCP)
+
+_ATTEMPTS = 3
+_PATIENCE = 1.0
+"""Seconds for one attempt."""
+
+
+class ProofFailed(Exception):
+    """The kernel's objects are not ours, or a connection failed; one line says which."""
+
+
+class _ProbeImpossible(Exception):
+    """No VIP to connect to, or no route to it."""
+
+
+def prove(
+    loop: Loop, instance: BackendInstance, updates: Sequence[Update], report_progress: ReportProgress
+) -> None:
+    """Check that the kernel holds *updates*, and send a connection through *instance* in each family.
+
+    A second full sync that writes nothing proves the first. The loop must be on hold. Raises ProofFailed, or
+    whatever the backend raises.
+    """
+    for _ in range(_TRIES):
+        if not sum(loop.call(partial(instance.sync, update)).operations for update in updates):
+            break
+    else:
+        raise ProofFailed(f"{instance.mode}: the kernel does not hold what was programmed")
+    report_progress("read back: complete")
+    addresses = loop.call(lambda: loop.addresses)
+    for update in updates:
+        try:
+            report_progress(f"{update.family.label}: {_probe(loop, instance, update, addresses)} answered")
+        except _ProbeImpossible as reason:
+            report_progress(f"{update.family.label}: not probed: {reason}")
+
+
+def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: frozenset[Address]) -> str:
+    """Connect through a service port that only *instance* knows: an unused port of a ClusterIP in *full*.
+
+    Its endpoint is in this process. *addresses* are this machine's. Returns the VIP and the port. Raises
+    ProofFailed, _ProbeImpossible, or whatever the backend raises.
+    """
+    vip = next((p.cluster_ip for p in full.plans.values() if p.cluster_ip is not None), None)
+    if vip is None:
+        raise _ProbeImpossible("there is no Service with a ClusterIP")
+    own = full.node.node_ip
+    if own is None or own not in addresses:
+        raise _ProbeImpossible("the node's address is not on this machine")
+    with socket.create_server((format_address(own), 0), family=full.family.af) as listener:
+        port = listener.getsockname()[1]
+        name = format_socket(vip, port)
+        if any(p.cluster_ip == vip and p.port == port for p in full.plans.values()):
+            raise _ProbeImpossible(f"{name} belongs to a Service")
+        plan = ServicePlan(
+            key=_KEY, family=full.family, created="", port=port, cluster_ip=vip,
+            cluster=(Destination(own, port),), hairpins=(own,), has_endpoints=True,
+        )  # fmt: skip
+        try:
+            loop.call(partial(instance.sync, _update(full, plan)))
+            problem = ""
+            for _ in range(_ATTEMPTS):
+                problem = _attempt(listener, vip, port)
+                if not problem:
+                    return name
+            raise ProofFailed(f"{instance.mode}: {name} did not reach its endpoint: {problem}")
+        finally:
+            loop.call(partial(instance.sync, _update(full, None)))
+
+
+def _update(full: Update, plan: ServicePlan | None) -> Update:
+    """Return the update that adds the probe's service port; *plan* None: the one that removes it."""
+    plans = full.plans if plan is None else {**full.plans, _KEY: plan}
+    return Update(full.family, Scope.CHANGED, full.node, {_KEY: plan}, plans)
+
+
+def _attempt(listener: socket.socket, vip: Address, port: int) -> str:
+    """Connect to *vip*, and check that *listener* answers. Return the reason why it does not; "" if it does.
+
+    Until an answer arrives, every connection to the listener is answered with the same word: also those of
+    other processes, and that of a relay between both ends. Raises _ProbeImpossible without a route.
+    """
+    word = secrets.token_bytes(16)
+    with socket.socket(listener.family) as connection:
+        connection.settimeout(_PATIENCE)
+        try:
+            connection.connect((format_address(vip), port))
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            poll.register(listener, select.POLLIN)
+            ends = time.monotonic() + _PATIENCE
+            while (left := ends - time.monotonic()) > 0 and (ready := dict(poll.poll(left * 1000))):
+                if connection.fileno() in ready:
+                    return "" if connection.recv(len(word)) == word else "another process answered"
+                with listener.accept()[0] as client:
+                    client.sendall(word)
+        except OSError as error:
+            if "unreachable" in str(error):
+                raise _ProbeImpossible(f"no route to {format_socket(vip, port)}") from error
+            return str(error)
+    return "timed out"
+
+
+# The switch of a running node from one mode to another, without breaking a connection.
+#
+# ARCHITECTURE.md draws the steps. A failed one is rolled back. kube-proxy removes the old mode's rules
+# before the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
+
 _PAUSE = 0.5
 """Seconds between two attempts."""
 

@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.registry import Registry
-from kproxy_core.modes.retiring import RetiringModes, report
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings
+from kproxy_core.modes.retirement import RetiringModes, report
 from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
 from kproxy_core.observe.health import ProxyHealth
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, is_loopback, parse_address
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 

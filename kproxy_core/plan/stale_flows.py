@@ -27,8 +27,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 Socket = tuple[Address, int]

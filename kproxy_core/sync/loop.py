@@ -1,26 +1,63 @@
-"""The thread that makes all decisions.
-
-Other threads put calls into its inbox. A turn makes these calls, plans the changes, hands them to the
-backend, and reports the result to the observers.
-"""
+"""The thread that makes all decisions, and the calls that other threads leave for it."""
 
 import logging
+import os
+import select
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kproxy_core.backend.api import Scope, Update
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.values import Scope, Update
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
-from kproxy_core.store.events import BadObject, Event
-from kproxy_core.store.store import Store
-from kproxy_core.sync.family_plans import FamilyPlans
-from kproxy_core.sync.family_sync import FamilySync
-from kproxy_core.sync.inbox import Call, Inbox
+from kproxy_core.model.events import BadObject, Event
+from kproxy_core.sync.family import FamilySync
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.observer import Folded, SyncObserver
-from kproxy_core.timing.pacing import Pacing
+from kproxy_core.sync.pacing import Pacing
+from kproxy_core.sync.plans import FamilyPlans
+
+# Calls that other threads leave for one thread to make.
+
+Call = Callable[[], None]
+
+
+class Inbox:
+    """`put` may be called from any thread and from signal handlers, `take` by one thread.
+
+    Waits with select instead of SimpleQueue.get, whose timeout may last for ever: if it expires before the
+    thread sleeps, the rest is negative, which means no timeout (CPython 3.11, Modules/_queuemodule.c).
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        os.close(self._bell)
+
+    def put(self, call: Call) -> None:
+        """Leave *call* for the next `take`."""
+        self._calls.put(call)
+        os.eventfd_write(self._bell, 1)
+
+    def take(self, patience: float | None) -> list[Call]:
+        """Return all calls, oldest first. Waits up to *patience* seconds for one; None: without limit."""
+        if self._calls.empty() and patience != 0:
+            select.select([self._bell], [], [], patience)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        return [self._calls.get_nowait() for _ in range(self._calls.qsize())]
+
+
+# The thread that makes all decisions.
+#
+# Other threads put calls into its inbox. A turn makes these calls, plans the changes, hands them to the
+# backend, and reports the result to the observers.
 
 log = logging.getLogger("kproxy.run")
 

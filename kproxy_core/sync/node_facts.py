@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 from kproxy_core.model.node import LocalSource, NodeObject, NodePortAddresses, NodeView
-from kproxy_core.plan.node_ports import includes_loopback, select_node_port_addresses
+from kproxy_core.plan.service_plan import includes_loopback, select_node_port_addresses
 
 log = logging.getLogger("kproxy.run")
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from kproxy_core.backend.api import Scope, SyncReport
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.model.address import Family
+from kproxy_core.model.events import BadObject
 from kproxy_core.model.node import NodeObject, NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.store.events import BadObject
-from kproxy_core.sync.family_plans import FamilyPlans, HealthCheck, Step
+from kproxy_core.sync.plans import FamilyPlans, HealthCheck, Step
 
 
 class Folded(Struct, frozen=True, kw_only=True):

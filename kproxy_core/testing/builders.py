@@ -7,11 +7,20 @@ Addresses and ports are given as text, in the words of the field: ``10.96.0.1``,
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from kproxy_core.backend.api import Scope, Update
+from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, parse_address, parse_cidr
-from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import PortSpec, Service, ServiceName, ServicePortKey
+from kproxy_core.model.service import (
+    Destination,
+    Endpoint,
+    EndpointSlice,
+    PortSpec,
+    Service,
+    ServiceName,
+    ServicePortKey,
+    SliceName,
+    SlicePort,
+)
 from kproxy_core.plan.service_plan import ServicePlan, plan_service
 
 _PORT = re.compile(r"(?:(?P<name>[^:]*):)?(?P<port>\d+)(?:/(?P<protocol>TCP|UDP|SCTP))?(?:@(?P<node>\d+))?")

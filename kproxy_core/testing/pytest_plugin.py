@@ -151,7 +151,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if not mode:
         return []
     from kproxy_core import __version__
-    from kproxy_core.backend.api import CONTRACT
+    from kproxy_core.contract.values import CONTRACT
 
     return [f"kproxy-conformance: mode {mode}, contract {CONTRACT[0]}.{CONTRACT[1]} of kproxy {__version__}"]
 

@@ -10,23 +10,21 @@ from collections.abc import Generator, Sequence
 
 from msgspec.structs import replace
 
-from kproxy_core.backend import api
-from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.host.conntrack.volumes import are_counted
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract import values
+from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.linux.conntrack import are_counted
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
+from kproxy_ebpf.detect import lacking
+from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.inspection.explain import explain
-from kproxy_ebpf.inspection.preview import preview
-from kproxy_ebpf.inspection.render import render_text
-from kproxy_ebpf.inspection.traffic import Counted
-from kproxy_ebpf.kernel.pinned import pinned_maps
-from kproxy_ebpf.kernel.port import Kernel, leave_to_rules
+from kproxy_ebpf.kernel.port import Kernel, leave_to_rules, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
-from kproxy_ebpf.questions.detect import lacking
+from kproxy_ebpf.render import preview, render_text
 from kproxy_ebpf.settings import read_settings
+from kproxy_ebpf.traffic import Counted
 from kproxy_ebpf.watch import Look, Watcher
 
 log = logging.getLogger("kproxy.ebpf")
@@ -41,9 +39,9 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 300.0
 
 
 class EbpfBackend:
-    """Programs the maps of both families; see `kproxy_core.backend.hookspecs` for the contract."""
+    """Programs the maps of both families; see `kproxy_core.contract.hooks` for the contract."""
 
-    def __init__(self, settings: api.BackendSettings) -> None:
+    def __init__(self, settings: values.BackendSettings) -> None:
         self._settings = read_settings(settings)
         self._families_served = settings.families
         self._counted = settings.count_traffic
@@ -75,7 +73,7 @@ class EbpfBackend:
         return can_begin
 
     @hookimpl(wrapper=True)
-    def kproxy_sync(self, update: api.Update) -> Generator[None, api.SyncReport, api.SyncReport]:
+    def kproxy_sync(self, update: values.Update) -> Generator[None, values.SyncReport, values.SyncReport]:
         """Withdraw endpoints, have the rules changed, then add endpoints."""
         kernel = self._kernel
         if kernel is None:
@@ -97,34 +95,34 @@ class EbpfBackend:
         except SyncFailed:
             state.distrust()
             raise
-        if update.scope is api.Scope.RESYNC and kernel.problem():
+        if update.scope is values.Scope.RESYNC and kernel.problem():
             kernel.attach()
         return replace(report, operations=report.operations + operations)
 
     @hookimpl(wrapper=True)
-    def kproxy_render(self, update: api.Update) -> Generator[None, str, str]:
+    def kproxy_render(self, update: values.Update) -> Generator[None, str, str]:
         """Return the base's rules and this mode's, and the maps as comments."""
         rules = yield
         return rules + render_text(update, self._settings.notrack_mark)
 
     @hookimpl(wrapper=True)
-    def kproxy_check_text(self, update: api.Update) -> Generator[None, str | None, str | None]:
+    def kproxy_check_text(self, update: values.Update) -> Generator[None, str | None, str | None]:
         """Have libnftables check the base's rules, and then this mode's."""
-        from kproxy_core.host.libnftables.texts import complaint
+        from kproxy_core.linux.libnftables import complaint
 
         complaint_of_base = yield
         return complaint_of_base or complaint(render_text(update, self._settings.notrack_mark))
 
     @hookimpl(wrapper=True)
-    def kproxy_preview(self, update: api.Update) -> Generator[None, api.Preview, api.Preview]:
+    def kproxy_preview(self, update: values.Update) -> Generator[None, values.Preview, values.Preview]:
         rules = yield
         maps = preview(update, self._settings)
-        return api.Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
+        return values.Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
 
     @hookimpl(wrapper=True)
     def kproxy_explain(
-        self, questions: Sequence[api.Question], live: bool
-    ) -> Generator[None, Sequence[api.KernelSide], Sequence[api.KernelSide]]:
+        self, questions: Sequence[values.Question], live: bool
+    ) -> Generator[None, Sequence[values.KernelSide], Sequence[values.KernelSide]]:
         """Return the base's rules, behind the map elements that programs use for local sockets."""
         rules = yield
         if not live:
@@ -137,22 +135,22 @@ class EbpfBackend:
     @hookimpl(wrapper=True)
     def kproxy_traffic(
         self, family: Family
-    ) -> Generator[None, Sequence[api.Connections], Sequence[api.Connections]]:
+    ) -> Generator[None, Sequence[values.Connections], Sequence[values.Connections]]:
         by_rules = yield
         return [*by_rules, *self._counts.read(family)]
 
     @hookimpl(wrapper=True)
-    def kproxy_watch(self, damaged: api.Damage) -> Generator[None, bool, bool]:
+    def kproxy_watch(self, damaged: values.Damage) -> Generator[None, bool, bool]:
         """Watch the programs' links besides the rules."""
         watches = yield
         self._watcher = Watcher(self._look_and_make_room, self._families_served, damaged)
         return watches
 
     @hookimpl
-    def kproxy_measure(self) -> list[api.Measurement]:
+    def kproxy_measure(self) -> list[values.Measurement]:
         attached = self._kernel is not None and not self._look()[1]
         about = "1 while the BPF programs translate local sockets"
-        return [api.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
+        return [values.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
 
     @hookimpl(wrapper=True)
     def kproxy_close(self) -> Generator[None, None, None]:
@@ -165,7 +163,7 @@ class EbpfBackend:
             self._kernel.close()
         return (yield)
 
-    def _set_up(self, update: api.Update) -> int:
+    def _set_up(self, update: values.Update) -> int:
         """Have programs choose endpoints for *update*, or none at all. Return the number of elements written.
 
         Programs that an earlier process attached choose from maps that nobody writes until this succeeds.
@@ -192,7 +190,7 @@ class EbpfBackend:
                 log.error("programs may choose removed endpoints", extra={"fields": {"error": str(error)}})
         return 0
 
-    def _start(self, update: api.Update) -> int:
+    def _start(self, update: values.Update) -> int:
         """Load the programs, fill the maps and attach; nothing that was opened is kept after a failure.
 
         Raises HostError, SyncFailed or OSError.

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_ebpf import names
 
 _FRONTEND = struct.Struct("=16sQ")

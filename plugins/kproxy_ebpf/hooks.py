@@ -2,10 +2,18 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import BackendSettings, Caveat, Description, Detection, Leftovers, Trial, Update
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import (
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Trial,
+    Update,
+)
 from kproxy_core.model.address import Protocol
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_ebpf.names import MODE
 
 
@@ -27,7 +35,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    from kproxy_ebpf.questions.detect import detect
+    from kproxy_ebpf.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
@@ -35,7 +43,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 @hookimpl
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
     """Detach the programs and remove their pins."""
-    from kproxy_ebpf.questions.cleanup import cleanup
+    from kproxy_ebpf.cleanup import cleanup
 
     return cleanup(settings, dry_run=dry_run)
 
@@ -43,7 +51,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
     """Stop choosing endpoints; remove the rest once late replies have arrived."""
-    from kproxy_ebpf.questions.retire import retire
+    from kproxy_ebpf.cleanup import retire
 
     return retire(settings)
 
@@ -59,7 +67,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    from kproxy_ebpf.questions.caveats import caveats
+    from kproxy_ebpf.detect import caveats
     from kproxy_ebpf.settings import read_settings
 
     options = read_settings(settings)
@@ -70,7 +78,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 @hookimpl
 def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destination) -> Destination | None:
     """Return what a TCP socket remembers: the kernel does not tell it of others."""
-    from kproxy_ebpf.inspection.dialled import dialled
+    from kproxy_ebpf.explain import dialled
 
     return dialled(source, endpoint) if protocol is Protocol.TCP else None
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import InvalidOption
+from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.values import BackendSettings
 
 DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
 _NOTRACK_BIT = 12

@@ -1,7 +1,6 @@
 """The rules that exempt marked packets from connection tracking. Pure."""
 
-from kproxy_core.host.nftables.objects import Chain, Layout, Object, Place, Table
-from kproxy_core.host.nftables.rules import (
+from kproxy_core.linux.nft_rules import (
     INPUT_INDEX,
     L4_PROTOCOL,
     META_MARK,
@@ -11,6 +10,7 @@ from kproxy_core.host.nftables.rules import (
     equals,
     loopback,
 )
+from kproxy_core.linux.nft_tables import Chain, Layout, Object, Place, Table
 from kproxy_core.model.address import Family, Protocol
 from kproxy_ebpf.names import NOTRACK_TABLE
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kproxy_core.model.address import Protocol
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, frontend_key, node_port_key
 

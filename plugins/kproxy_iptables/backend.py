@@ -4,19 +4,18 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from kproxy_core.backend import api
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.family_sync import sync_family
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.contract import values
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import sync_family
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
-from kproxy_iptables.inspection.explain import explain, frontends
-from kproxy_iptables.inspection.metrics import measurements
-from kproxy_iptables.inspection.preview import preview
-from kproxy_iptables.inspection.render import render_text
+from kproxy_iptables.metrics import measurements
+from kproxy_iptables.render import preview, render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_nft.table import Counting, clean_up_counts
@@ -27,9 +26,9 @@ log = logging.getLogger("kproxy.iptables")
 
 
 class IptablesBackend:
-    """Programs kube-proxy's chains and rules; see `kproxy_core.backend.hookspecs` for the contract."""
+    """Programs kube-proxy's chains and rules; see `kproxy_core.contract.hooks` for the contract."""
 
-    def __init__(self, settings: api.BackendSettings) -> None:
+    def __init__(self, settings: values.BackendSettings) -> None:
         self._given = settings
         self._settings = read_settings(settings)
         self._own = OwnProcesses()
@@ -54,7 +53,7 @@ class IptablesBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
+    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
         """Bring one family's tables to *update*. The first call does what `kproxy_begin` does."""
         if not self._families:
             self.kproxy_begin()
@@ -69,15 +68,15 @@ class IptablesBackend:
         return report
 
     @hookimpl
-    def kproxy_render(self, update: api.Update) -> str:
+    def kproxy_render(self, update: values.Update) -> str:
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
-    def kproxy_preview(self, update: api.Update) -> api.Preview:
+    def kproxy_preview(self, update: values.Update) -> values.Preview:
         return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
+    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
         return explain(questions, self._tables(questions[0].node.family) if live else None)
 
     @hookimpl
@@ -85,11 +84,11 @@ class IptablesBackend:
         return frontends(self._tables(family))
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
         return self._counting.read(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: api.Damage) -> bool:
+    def kproxy_watch(self, damaged: values.Damage) -> bool:
         """Watch our chains, by notifications of nf_tables and by canaries.
 
         A commit between the last sync and the start of the watch is reported as damage.
@@ -102,7 +101,7 @@ class IptablesBackend:
         return True
 
     @hookimpl
-    def kproxy_measure(self) -> list[api.Measurement]:
+    def kproxy_measure(self) -> list[values.Measurement]:
         """Return numbers of rules, failures and lock timeouts, and packets counted by the kernel."""
         return list(measurements(self._families.values()))
 

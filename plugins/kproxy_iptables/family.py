@@ -4,17 +4,15 @@ import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import TrustLost
+from kproxy_core.contract.values import SyncReport
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_iptables import batch
+from kproxy_iptables import batch, kernel
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
-from kproxy_iptables.kernel import rules
-from kproxy_iptables.kernel.accounting import ensure_counters
-from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
+from kproxy_iptables.kernel import enable_route_localnet, ensure_counters, read_facts
 from kproxy_iptables.skeleton import Facts, rules_differ, serves_loopback
 from kproxy_iptables.wanted import make_style
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables
@@ -101,7 +99,7 @@ class FamilyState:
 
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         woken = self.tables.wake()
-        comparison = Comparison(rules.read(self.tables), plans, node, self._facts)
+        comparison = Comparison(kernel.read(self.tables), plans, node, self._facts)
         per_call = self.tables.chains_per_call
         self._send(batch.inputs(comparison.chains(), comparison.references, chains_per_call=per_call))
         try:

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Collection
 
-from kproxy_core.backend.api import Damage
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import commits
-from kproxy_core.host.netlink.commits import Change, Commit, CommitWatch, Kind
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.contract.values import Damage
+from kproxy_core.linux import nftables
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nftables import Change, Commit, CommitWatch, Kind
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
 from kproxy_iptables.skeleton import ALL_JUMPS
@@ -149,6 +149,6 @@ def read_generation() -> int:
     """Return the number of the last commit to nf_tables; 0 if it can't be read."""
     try:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return commits.generation(sock)
+            return nftables.generation(sock)
     except OSError:
         return 0

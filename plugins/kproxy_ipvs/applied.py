@@ -9,11 +9,10 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct, field
 
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
     Element,

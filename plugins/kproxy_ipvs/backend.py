@@ -5,21 +5,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 
-from kproxy_core.backend import api
-from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.backend.family_sync import sync_family
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.modules import Modules
+from kproxy_core.contract import values
+from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import sync_family
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.family import FamilyState
-from kproxy_ipvs.inspection.explain import explain, frontends
-from kproxy_ipvs.inspection.preview import preview
-from kproxy_ipvs.inspection.render import render_text
 from kproxy_ipvs.kernel import device, requirements, sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers, try_server
+from kproxy_ipvs.kernel.servers import VirtualServers, try_server
 from kproxy_ipvs.names import SETS
+from kproxy_ipvs.render import preview, render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
 from kproxy_ipvs.watch import DeviceWatch
@@ -30,9 +29,9 @@ log = logging.getLogger("kproxy.ipvs")
 
 
 class IpvsBackend:
-    """Programs virtual servers, sets, addresses and rules; see `kproxy_core.backend.hookspecs`."""
+    """Programs virtual servers, sets, addresses and rules; see `kproxy_core.contract.hooks`."""
 
-    def __init__(self, settings: api.BackendSettings) -> None:
+    def __init__(self, settings: values.BackendSettings) -> None:
         """Raises Unsupported for settings that this mode does not know."""
         self._given = settings
         self._settings = read_settings(settings)
@@ -77,13 +76,13 @@ class IpvsBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
+    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
         """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
             self.kproxy_begin()
         state = self._families[update.family]
         try:
-            if update.scope is api.Scope.RESYNC:
+            if update.scope is values.Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
             with self._counting.during(update) if self._given.count_traffic else nullcontext():
                 return sync_family(state, update)
@@ -91,16 +90,16 @@ class IpvsBackend:
             raise SyncFailed(str(error)) from error
 
     @hookimpl
-    def kproxy_render(self, update: api.Update) -> str:
+    def kproxy_render(self, update: values.Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
 
     @hookimpl
-    def kproxy_preview(self, update: api.Update) -> api.Preview:
+    def kproxy_preview(self, update: values.Update) -> values.Preview:
         return preview(update, self._settings)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
+    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
         return explain(questions, self._settings, live=live)
 
     @hookimpl
@@ -108,11 +107,11 @@ class IpvsBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
         return self._counting.read(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: api.Damage) -> bool:
+    def kproxy_watch(self, damaged: values.Damage) -> bool:
         """Report changes of the device. The kernel announces no others: full syncs find those."""
         try:
             self._watch = DeviceWatch(self._families.values(), damaged)
@@ -121,10 +120,10 @@ class IpvsBackend:
         return False
 
     @hookimpl
-    def kproxy_measure(self) -> list[api.Measurement]:
+    def kproxy_measure(self) -> list[values.Measurement]:
         """Return failure counts under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
         return [
-            api.Measurement(
+            values.Measurement(
                 "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
                 "counter", state.restore_failures, {"ip_family": family.label},
             )

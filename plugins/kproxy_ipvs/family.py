@@ -3,25 +3,23 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import TrustLost
+from kproxy_core.contract.values import SyncReport
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Family, format_socket
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
-from kproxy_ipvs.batch.rules import difference as rules_difference
-from kproxy_ipvs.batch.servers import Operation, PutDestination
+from kproxy_ipvs.batch import Operation, PutDestination
+from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel.draining import Draining
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel.servers import Draining, VirtualServers
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import skeleton
 from kproxy_ipvs.wanted import ServerKey, Style, make_style
-from kproxy_xtables.shared_chains import SERVICES, ipset_mode_chains
+from kproxy_xtables.rules import SERVICES, ipset_mode_chains
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.ipvs")

@@ -3,12 +3,11 @@
 import struct
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.backend.api import Damage
-from kproxy_core.host.errors import doing
-from kproxy_core.host.netlink import addresses
-from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes, messages, text
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.netlink.watch import Watch
+from kproxy_core.contract.values import Damage
+from kproxy_core.linux import addresses
+from kproxy_core.linux.errors import doing
+from kproxy_core.linux.messages import NETLINK_ROUTE, attributes, messages, text
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch
 from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, format_address
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.names import DEVICE
@@ -21,7 +20,7 @@ _RECEIVE_SPACE = 4 << 20
 """Bytes for pending notifications, which include those of our own changes."""
 
 
-class DeviceWatch(Watch):
+class DeviceWatch(NotificationWatch):
     """Reports deletions of addresses from the device, and of the device, from a thread of its own."""
 
     def __init__(self, states: Iterable[FamilyState], damaged: Damage) -> None:

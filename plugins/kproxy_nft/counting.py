@@ -8,9 +8,8 @@ outlive rules and processes.
 import struct
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.backend.api import Connections
-from kproxy_core.host.nftables.objects import Chain, Command, Container, Element, Layout, Object, Place, Table
-from kproxy_core.host.nftables.rules import (
+from kproxy_core.contract.values import Connections
+from kproxy_core.linux.nft_rules import (
     ADDRESS,
     DESTINATION_PORT,
     L4_PROTOCOL,
@@ -29,8 +28,9 @@ from kproxy_core.host.nftables.rules import (
     original_destination,
     update,
 )
+from kproxy_core.linux.nft_tables import Chain, Command, Container, Element, Layout, Object, Place, Table
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 
 CONNECTIONS = "connections"

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from kproxy_core.backend.api import Connections, Leftovers, Scope, Update
-from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_tables
-from kproxy_core.host.netlink.messages import text_attribute
-from kproxy_core.host.nftables.connection import Connection
-from kproxy_core.host.nftables.lookup import table_exists
-from kproxy_core.host.nftables.objects import Table, completion
+from kproxy_core.contract.values import Connections, Leftovers, Scope, Update
+from kproxy_core.linux import messages, programs
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.messages import text_attribute
+from kproxy_core.linux.nft_tables import Table, completion
+from kproxy_core.linux.nftables import Connection, table_exists
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -22,7 +20,7 @@ from kproxy_nft.elements import complete, parse_counters
 
 log = logging.getLogger("kproxy.nft")
 
-_GETSETELEM = nf_tables.KIND | 13
+_GETSETELEM = messages.KIND | 13
 _SET_NAME = 2
 
 
@@ -83,8 +81,8 @@ class Counting:
         try:
             with Connection.to(f"read table {table.where}") as connection:
                 for name in (counting.CONNECTIONS, counting.REJECTED):
-                    container = nf_tables.payload(
-                        family, text_attribute(nf_tables.TABLE_NAME, table.name),
+                    container = messages.payload(
+                        family, text_attribute(messages.TABLE_NAME, table.name),
                         text_attribute(_SET_NAME, name))
                     counted = connection.socket.dump(
                         _GETSETELEM, container, partial(complete, parse_counters))

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.host.nftables.objects import Object
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.linux.nft_tables import Object
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
-from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.skeleton import owned_objects
 from kproxy_nftables.wanted import (
     Element,
     Slot,

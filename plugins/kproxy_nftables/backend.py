@@ -3,30 +3,46 @@
 import logging
 from collections.abc import Sequence
 
-from kproxy_core.backend import api
-from kproxy_core.backend.errors import Unsupported
-from kproxy_core.backend.family_sync import sync_family
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.host import privileges
-from kproxy_core.host.netlink.commits import CommitWatch
+from kproxy_core.contract import values
+from kproxy_core.contract.errors import Unsupported
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Connections, sync_family
+from kproxy_core.linux import process
+from kproxy_core.linux.nftables import CommitWatch
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_nft import counting
+from kproxy_nftables.detect import FLOW_OFFLOAD, PERMISSION, can_own, lacking
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions.features import FLOW_OFFLOAD, PERMISSION, can_own, lacking
+from kproxy_nftables.names import REFUSED
 from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import watch
+
+# Serves the hook `kproxy_traffic`: the counters of the sets that rules fill.
+
+
+def connections(family: Family) -> list[Connections]:
+    """Return the new connections counted for each frontend and endpoint. Raises BackendError."""
+    with Kernel() as kernel:
+        return [
+            one for container in (counting.CONNECTIONS, REFUSED)
+            for one in counting.connections(family, kernel.counters(family, container).items())
+        ]
+
+
+# The nftables mode: one table for each IP family.
 
 log = logging.getLogger("kproxy.nftables")
 
 
 class NftablesBackend:
-    """Programs one table for each IP family; see `kproxy_core.backend.hookspecs` for the contract.
+    """Programs one table for each IP family; see `kproxy_core.contract.hooks` for the contract.
 
     What only answers questions is imported with the first of these.
     """
 
-    def __init__(self, settings: api.BackendSettings) -> None:
+    def __init__(self, settings: values.BackendSettings) -> None:
         """Raises InvalidOption."""
         self._kernel = Kernel()
         self._extras = read_settings(settings)
@@ -41,7 +57,7 @@ class NftablesBackend:
 
         A flowtable is no requirement: without it packets take the ordinary way.
         """
-        if "CAP_NET_ADMIN" not in privileges.held():
+        if "CAP_NET_ADMIN" not in process.held():
             raise Unsupported(f"permission denied, {PERMISSION}")
         families = tuple(self._states)
         missing = lacking(self._kernel, families)
@@ -58,56 +74,55 @@ class NftablesBackend:
         return {family: FamilyState(family, self._kernel, self._extras, owned=owned) for family in families}
 
     @hookimpl
-    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
+    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
         report = sync_family(self._states[update.family], update)
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report
 
     @hookimpl
-    def kproxy_render(self, update: api.Update) -> str:
+    def kproxy_render(self, update: values.Update) -> str:
         """Return the whole table as input for `nft -f`."""
-        from kproxy_nftables.inspection.render import render_text
+        from kproxy_nftables.render import render_text
 
         return render_text(update, self._extras)
 
     @hookimpl
-    def kproxy_check_text(self, update: api.Update) -> str:
+    def kproxy_check_text(self, update: values.Update) -> str:
         """Have libnftables check the table in an empty network namespace.
 
         Without the flowtable: its devices are the node's, and a kernel that has none serves without it.
         """
-        from kproxy_core.host.libnftables.texts import complaint
-        from kproxy_nftables.inspection.render import render_text
+        from kproxy_core.linux.libnftables import complaint
+        from kproxy_nftables.render import render_text
 
         return complaint(render_text(update, self._extras._replace(flowtable=())))
 
     @hookimpl
-    def kproxy_preview(self, update: api.Update) -> api.Preview:
-        from kproxy_nftables.inspection.preview import preview
+    def kproxy_preview(self, update: values.Update) -> values.Preview:
+        from kproxy_nftables.render import preview
 
         return preview(update, self._extras, may_own=self._may_own)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        from kproxy_nftables.inspection.explain import explain
+    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
+        from kproxy_nftables.explain import explain
 
         return explain(questions, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        from kproxy_nftables.inspection.explain import frontends
+        from kproxy_nftables.explain import frontends
 
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        from kproxy_nftables.inspection.traffic import connections
+    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
 
         return connections(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: api.Damage) -> bool:
+    def kproxy_watch(self, damaged: values.Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
             self._watch = watch(self._kernel.own_ports, damaged)
@@ -120,9 +135,9 @@ class NftablesBackend:
         return True
 
     @hookimpl
-    def kproxy_measure(self) -> list[api.Measurement]:
+    def kproxy_measure(self) -> list[values.Measurement]:
         return [
-            api.Measurement(
+            values.Measurement(
                 "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
                 "Failures to delete unreferenced chains, maps and sets", "counter",
                 state.cleanup_failures, {"ip_family": family.label},

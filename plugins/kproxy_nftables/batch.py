@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
-from kproxy_core.host.netlink.messages import (
+from kproxy_core.linux.messages import (
+    KIND,
     NLA_F_NESTED,
     NLM_F_CREATE,
     Request,
@@ -17,9 +18,9 @@ from kproxy_core.host.netlink.messages import (
     attribute_spans,
     attributes,
     nested,
+    payload,
     text_attribute,
 )
-from kproxy_core.host.netlink.nf_tables import KIND, payload
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import CLUSTER_IPS, TABLE, VERDICT_MAPS
 from kproxy_nftables.wanted import Element, Value

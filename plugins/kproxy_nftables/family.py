@@ -4,9 +4,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost
-from kproxy_core.host.nftables.objects import (
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract.values import SyncReport
+from kproxy_core.linux.nft_tables import (
     Command,
     HeldTable,
     Layout,
@@ -27,9 +27,8 @@ from kproxy_nftables.applied import Applied, Contents, Difference, compare_all
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.owned_chains import affinity_maps, all_owned
 from kproxy_nftables.settings import FLOWTABLE
-from kproxy_nftables.skeleton import Extras
+from kproxy_nftables.skeleton import Extras, affinity_maps, all_owned
 from kproxy_nftables.wanted import Element, node_elements
 
 log = logging.getLogger("kproxy.nftables")

@@ -11,15 +11,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
 
-from kproxy_core.backend.errors import SyncFailed, TrustLost
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import commits
-from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.nf_tables import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
-from kproxy_core.host.netlink.sockets import Refusal
-from kproxy_core.host.nftables.connection import Connection, Refused, Writer
-from kproxy_core.host.nftables.lookup import table_exists
-from kproxy_core.host.nftables.objects import Command, HeldTable
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.linux import messages as netlink
+from kproxy_core.linux import nftables
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
+from kproxy_core.linux.netlink import Refusal
+from kproxy_core.linux.nft_tables import Command, HeldTable
+from kproxy_core.linux.nftables import Connection, Refused, Writer, table_exists
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import complete, parse_counters
 from kproxy_nftables import batch
@@ -202,7 +201,7 @@ class Kernel:
     def generation(self) -> int:
         """Return the number of the last commit by any process in this network namespace."""
         with self._failures_named():
-            return commits.generation(self._connection().socket)
+            return nftables.generation(self._connection().socket)
 
     def _foreign_owner(self, refused: Refused) -> str:
         """Return words about the foreign owner of our table that *refused* names; "" if it has none."""

@@ -1,15 +1,10 @@
-"""The constant objects of the table: base chains, maps, template chains. Pure.
+"""Constant objects of the table: base chains, maps, template chains; and those of one service port. Pure."""
 
-They may be written at any time over a table of the same layout: chains are flushed and refilled in one
-transaction, and maps keep their elements.
-"""
-
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Self
 
-from kproxy_core.host.nftables import objects
-from kproxy_core.host.nftables.objects import Chain, Flowtable, Layout, Object, Place
-from kproxy_core.host.nftables.rules import (
+from kproxy_core.linux import nft_tables
+from kproxy_core.linux.nft_rules import (
     ADDRESS,
     DESTINATION_PORT,
     DESTINATION_PORT_OF,
@@ -33,6 +28,7 @@ from kproxy_core.host.nftables.rules import (
     ct_status,
     destination_address,
     differs,
+    dnat_to_address,
     dnat_to_endpoint,
     equals,
     flip_mark,
@@ -42,19 +38,28 @@ from kproxy_core.host.nftables.rules import (
     jump,
     offload,
     original_destination,
+    original_source,
     random_number,
     reject,
     set_mark,
     source_address,
+    update,
     vmap,
 )
+from kproxy_core.linux.nft_tables import Chain, Container, Flowtable, Layout, Object, Place
 from kproxy_core.model.address import Family, Protocol, outermost
 from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
-from kproxy_nftables.names import TABLE, Template
-from kproxy_nftables.wanted import verdicts
+from kproxy_nftables.names import ADMITTED, TABLE, Template
+from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain, verdicts
+
+# The constant objects of the table: base chains, maps, template chains. Pure.
+#
+# They may be written at any time over a table of the same layout: chains are flushed and refilled in one
+# transaction, and maps keep their elements.
 
 _BASE_CHAINS = {
     "nat-prerouting": Place("nat", "prerouting", -100),
@@ -84,7 +89,7 @@ class Extras(NamedTuple):
     flowtable: tuple[str, ...] = ()
     """Devices between which established flows are forwarded without rules; none: no flowtable."""
 
-    def limited_to(self, present: Container[str]) -> Self:
+    def limited_to(self, present: Collection[str]) -> Self:
         """Return the extras without devices that do not exist: the kernel refuses those."""
         return self._replace(flowtable=tuple(device for device in self.flowtable if device in present))
 
@@ -92,10 +97,10 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def table(family: Family, *, owned: bool = False) -> objects.Table:
+def table(family: Family, *, owned: bool = False) -> nft_tables.Table:
     """Return our table; if *owned*, one that no other process can change, and that outlives this one."""
-    flags = objects.OWNER | objects.PERSIST if owned else 0
-    return objects.Table(family, TABLE, "rules for kproxy", flags)
+    flags = nft_tables.OWNER | nft_tables.PERSIST if owned else 0
+    return nft_tables.Table(family, TABLE, "rules for kproxy", flags)
 
 
 def layout(
@@ -149,10 +154,10 @@ def templates_behind(verdicts: Iterable[str]) -> set[Template]:
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 
-def service_cidrs(node: NodeView) -> objects.Container:
+def service_cidrs(node: NodeView) -> nft_tables.Container:
     """Return the set of the networks from which ClusterIPs are allocated."""
     key = (destination_address(node.family),)
-    return objects.Container(
+    return nft_tables.Container(
         names.SERVICE_CIDRS, key, interval=True, constant=outermost(node.service_cidrs))
 
 
@@ -174,14 +179,14 @@ def _containers(node: NodeView) -> list[Object]:
     # By types: outside of a rule nft does not know the type of a conntrack port.
     maps[names.RECORDED_VIPS] = (ADDRESS[family], PROTOCOL, PORT)
     maps[names.RECORDED_NODE_PORTS] = (PROTOCOL, PORT)
-    found: list[Object] = [objects.Container(name, key, (VERDICT,)) for name, key in maps.items()]
+    found: list[Object] = [nft_tables.Container(name, key, (VERDICT,)) for name, key in maps.items()]
     for protocol, port in DESTINATION_PORT_OF.items():
         vips = (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol])
         node_ports = (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol])
-        found += [objects.Container(name, (address, port, index), (address, port)) for name in vips]
-        found += [objects.Container(name, (port, index), (address, port)) for name in node_ports]
-    found += [objects.Container(name, (address,)) for name in (names.CLUSTER_IPS, names.NODE_IPS)]
-    hairpins = objects.Container(names.HAIRPINS, (source_address(family), address))
+        found += [nft_tables.Container(name, (address, port, index), (address, port)) for name in vips]
+        found += [nft_tables.Container(name, (port, index), (address, port)) for name in node_ports]
+    found += [nft_tables.Container(name, (address,)) for name in (names.CLUSTER_IPS, names.NODE_IPS)]
+    hairpins = nft_tables.Container(names.HAIRPINS, (source_address(family), address))
     return [*found, hairpins, service_cidrs(node)]
 
 
@@ -299,3 +304,81 @@ def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> 
     if source.cidr is not None:
         return compare(source_address(family), source.cidr)
     return compare(INPUT_INTERFACE, source.interface or f"{source.interface_prefix}*")
+
+
+# The chains, maps and sets that belong to one service port, for session affinity and source ranges.
+#
+# They are written in the same transaction as the elements that refer to them, and deleted in another one
+# after those elements.
+
+AFFINITY_SIZE = 65536
+"""Clients recorded per affinity group; beyond it new clients are not pinned."""
+
+Owned = Mapping[str, Object]
+"""Objects by name. Insertion order is creation order."""
+
+
+def all_owned(plans: Iterable[ServicePlan]) -> Owned:
+    """Return the objects that belong to one of *plans* alone."""
+    return {name: item for plan in plans for name, item in owned_objects(plan).items()}
+
+
+def owned_objects(plan: ServicePlan) -> Owned:
+    """Return the objects that belong to *plan* alone; most plans need none."""
+    if not plan.affinity_seconds and not plan.source_ranges:
+        return {}
+    containers: list[Object] = []
+    chains: list[Object] = []
+    family = plan.family
+    address, source, destination = ADDRESS[family], source_address(family), destination_address(family)
+    record: list[Rule] = []
+    groups = _group_endpoints(plan)
+    for group, endpoints in groups.items():
+        pin: list[Rule] = []
+        for port in sorted({where.port for where in endpoints}):
+            name = _affinity_map(plan, group, port)
+            containers.append(
+                Container(name, (address,), (address,), dynamic=True, size=AFFINITY_SIZE))
+            among_own: tuple[Statement, ...] = ()
+            if len(groups) > 1:  # The connection may have been sent to an endpoint of the other group.
+                own = Container(f"endpoints-{group}/{port}", (address,), constant=tuple(
+                    where.address for where in endpoints if where.port == port))
+                containers.append(own)
+                among_own = (among((destination,), own.name),)
+            # After DNAT the destination is the endpoint; ct original still holds the client.
+            pinned = update(
+                name, (original_source(family),), value=destination, seconds=plan.affinity_seconds)
+            record.append((equals(DESTINATION_PORT, port), *among_own, pinned))
+            pin.append((
+                equals(L4_PROTOCOL, plan.key.protocol), dnat_to_address(family, (source,), name, port)))
+        chains.append(Chain(f"pin-{group}", tuple(pin)))
+    if groups:
+        chains.append(Chain(record_chain(plan), tuple(record)))
+    if plan.source_ranges and plan.load_balancer_ips:
+        admitted: list[Rule] = [(equals(source, cidr), goto(ADMITTED)) for cidr in plan.source_ranges]
+        chains.append(Chain(ranges_chain(plan), (*admitted, (DROP,))))
+    return {item.name: item for item in (*containers, *chains)}
+
+
+def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
+    """Return the maps that pin clients of *plan*, with the endpoint addresses that each may hold.
+
+    There is one map for each endpoint port, because nft 1.0.6 cannot record an IPv6 address together with a
+    port. Nearly all plans have one.
+    """
+    return {
+        _affinity_map(plan, group, port): frozenset(w.address for w in endpoints if w.port == port)
+        for group, endpoints in _group_endpoints(plan).items()
+        for port in {where.port for where in endpoints}
+    }
+
+
+def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
+    """Return the endpoints to which clients of each affinity group may be pinned."""
+    groups = zip(affinity_groups(plan), (plan.cluster, plan.local), strict=True)
+    return {name: endpoints for name, endpoints in groups if name}
+
+
+def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:
+    """Return a map's name, which includes the timeout so that a new one applies to all clients."""
+    return f"affinity-{group}/{port}/{plan.affinity_seconds}s"

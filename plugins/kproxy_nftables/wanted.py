@@ -8,8 +8,8 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 

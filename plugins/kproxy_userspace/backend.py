@@ -2,32 +2,31 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend import api
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.family_sync import sync_family
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.contract import values
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import sync_family
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.explain import explain, frontends
 from kproxy_userspace.family import FamilyState
-from kproxy_userspace.inspection.explain import explain, frontends
-from kproxy_userspace.inspection.metrics import measurements
-from kproxy_userspace.inspection.preview import preview
-from kproxy_userspace.inspection.render import complaint_about, render_text
-from kproxy_userspace.inspection.traffic import Traffic
 from kproxy_userspace.kernel.portals import Portals, open_portals
 from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.questions.retire import Retirement
+from kproxy_userspace.metrics import measurements
+from kproxy_userspace.render import complaint_about, preview, render_text
+from kproxy_userspace.retire import Retirement
 from kproxy_userspace.settings import read_settings
+from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.watch import Watch
 
 
 class UserspaceBackend:
-    """Relays all traffic itself; see `kproxy_core.backend.hookspecs` for the contract."""
+    """Relays all traffic itself; see `kproxy_core.contract.hooks` for the contract."""
 
-    def __init__(self, settings: api.BackendSettings) -> None:
+    def __init__(self, settings: values.BackendSettings) -> None:
         """Raises InvalidOption."""
         self._served = settings.families
         self._settings = read_settings(settings)
@@ -46,7 +45,7 @@ class UserspaceBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
+    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
         """Bring one family's relays and portals to *update*. Raises Unsupported at the first call."""
         family = self._state_of(update.family)
         try:
@@ -60,19 +59,19 @@ class UserspaceBackend:
         return frozenset() if state is None else state.listening_ports(key)
 
     @hookimpl
-    def kproxy_render(self, update: api.Update) -> str:
+    def kproxy_render(self, update: values.Update) -> str:
         return render_text(update, self._settings)
 
     @hookimpl
-    def kproxy_check_text(self, update: api.Update) -> str | None:
+    def kproxy_check_text(self, update: values.Update) -> str | None:
         return complaint_about(update, self._settings)
 
     @hookimpl
-    def kproxy_preview(self, update: api.Update) -> api.Preview:
+    def kproxy_preview(self, update: values.Update) -> values.Preview:
         return preview(update, self._settings)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
+    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
         state = self._families.get(questions[0].node.family)
         relays = {} if state is None else state.relays_by_port()
         return explain(questions, self._settings, relays, self._workers.kept, live=live)
@@ -82,19 +81,19 @@ class UserspaceBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
         state = self._families.get(family)
         return self._traffic.read(family, frozenset() if state is None else state.refusing_ports())
 
     @hookimpl
-    def kproxy_watch(self, damaged: api.Damage) -> bool:
+    def kproxy_watch(self, damaged: values.Damage) -> bool:
         """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
         self._watch = Watch(self._families, self._workers, damaged, seconds, self._own)
         return True
 
     @hookimpl
-    def kproxy_retire(self) -> api.Leftovers:
+    def kproxy_retire(self) -> values.Leftovers:
         self._unwatch()
         if self._retirement is None:
             self._retirement = Retirement(
@@ -103,7 +102,7 @@ class UserspaceBackend:
         return self._retirement.advance()
 
     @hookimpl
-    def kproxy_measure(self) -> Sequence[api.Measurement]:
+    def kproxy_measure(self) -> Sequence[values.Measurement]:
         unserved = sum(len(family.unserved) for family in list(self._families.values()))
         return measurements(self._workers.count, unserved)
 

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.host.nftables.objects import Command, Element, HeldTable, completion, element_text
+from kproxy_core.linux.nft_tables import Command, Element, HeldTable, completion, element_text
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
 from kproxy_userspace.skeleton import NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_layout, nft_maps, nft_table

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import TrustLost
+from kproxy_core.contract.values import SyncReport
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey

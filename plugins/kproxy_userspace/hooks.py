@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend import api
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract import values
+from kproxy_core.contract.hooks import hookimpl
 
 MODE = "userspace"
 
 
 @hookimpl
-def kproxy_describe() -> api.Description:
+def kproxy_describe() -> values.Description:
     """Describe the mode, the last resort: every other one forwards in the kernel."""
-    return api.Description(
+    return values.Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
         contract=(1, 8),
@@ -25,25 +25,25 @@ def kproxy_describe() -> api.Description:
 
 @hookimpl
 def kproxy_detect(
-    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
-) -> api.Detection:
-    from kproxy_userspace.questions.detect import detect
+    settings: values.BackendSettings, trial: values.Trial | None, load_modules: bool
+) -> values.Detection:
+    from kproxy_userspace.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> api.Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> values.Leftovers:
     """Delete the portals, including kube-proxy's."""
-    from kproxy_userspace.questions.cleanup import cleanup
+    from kproxy_userspace.cleanup import cleanup
 
     return cleanup(dry_run=dry_run, own_only=own_only)
 
 
 @hookimpl
-def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequence[api.Caveat]:
+def kproxy_caveats(update: values.Update, settings: values.BackendSettings) -> Sequence[values.Caveat]:
     """Return the limits of relays: hidden client addresses, no traffic policies, no SCTP."""
-    from kproxy_userspace.questions.caveats import caveats
+    from kproxy_userspace.detect import caveats
     from kproxy_userspace.settings import read_settings
 
     wanted = read_settings(settings)
@@ -51,7 +51,7 @@ def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequenc
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
+def kproxy_make_backend(mode: str, settings: values.BackendSettings) -> values.Backend | None:
     if mode != MODE:
         return None
     from kproxy_userspace.backend import UserspaceBackend

@@ -4,8 +4,8 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import InvalidOption
+from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
 from kproxy_core.model.duration import Duration
 from kproxy_userspace.worker.wire import WorkerSettings

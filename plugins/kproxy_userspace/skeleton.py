@@ -1,7 +1,8 @@
-"""Constant rules: the jumps to our chains, the rule without effect, and the nftables table. Pure."""
+"""Constant rules: the jumps to our chains, the rule without effect, the nftables table; and the chains to
+delete. Pure.
+"""
 
-from kproxy_core.host.nftables.objects import Chain, Container, Layout, Object, Place, Table
-from kproxy_core.host.nftables.rules import (
+from kproxy_core.linux.nft_rules import (
     ADDRESS,
     DESTINATION_PORT,
     L4_PROTOCOL,
@@ -18,10 +19,14 @@ from kproxy_core.host.nftables.rules import (
     redirect_to_port,
     source_address,
 )
+from kproxy_core.linux.nft_tables import Chain, Container, Layout, Object, Place, Table
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
-from kproxy_xtables.rules import TO_THIS_NODE, Jump
+from kproxy_xtables.removal import Removal, plan_removal
+from kproxy_xtables.rules import TO_THIS_NODE, ChainKey, Jump, RulesByChain, parse_jump
+
+# Constant rules: the jumps to our chains, the rule without effect, and the nftables table. Pure.
 
 _FIRST = "handle ClusterIPs; NOTE: this must be before the NodePort rules"
 _LAST = "handle service NodePorts; NOTE: this must be the last rule in the chain"
@@ -84,3 +89,29 @@ def nft_layout(family: Family, at: Address | None = None) -> Layout:
 def _to_relay(at: Address | None, key: Key, container: str) -> Statement:
     """Translate the destination to the relay that *container* has for *key*."""
     return redirect_to_port(key, container) if at is None else dnat_to_port(at, key, container)
+
+
+# Decisions about which chains to delete: those of kube-proxy's userspace mode, which are also ours. Pure.
+
+_JUMPS = frozenset((jump.target_key, jump.chain, jump.comment) for jump in JUMPS)
+_HOST_CHAINS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))
+
+
+def plan_cleanup(held: RulesByChain) -> Removal:
+    return plan_removal(held, names.OUR_CHAINS, _is_own, lambda key: False)
+
+
+def plan_own_cleanup(held: RulesByChain) -> Removal:
+    """Delete all chains of the mode, but only if kproxy has written them.
+
+    kproxy uses REDIRECT for the node's own traffic, kube-proxy DNAT. With a bind address kproxy uses DNAT
+    too. Then the owner is unknown, and the chains are kept.
+    """
+    redirects = any("-j REDIRECT" in rule for key in _HOST_CHAINS for rule in held.get(key, ()))
+    is_pinned = PIN in held.get(("filter", names.NON_LOCAL), ())
+    return plan_cleanup(held if redirects or is_pinned else {})
+
+
+def _is_own(key: ChainKey, rule: str) -> bool:
+    jump = parse_jump(key, rule)
+    return jump is not None and (jump.target_key, jump.chain, jump.comment) in _JUMPS

@@ -13,18 +13,18 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.backend.api import Damage
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.cpu import cpu_seconds
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.commits import Change, Commit, CommitWatch, Kind
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Damage
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.nftables import Change, Commit, CommitWatch, Kind
+from kproxy_core.linux.process import cpu_seconds
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import Worker, WorkerPool
 from kproxy_userspace.names import OUR_CHAINS, TABLE
 from kproxy_userspace.skeleton import JUMPS
-from kproxy_userspace.worker.counters import Counter
+from kproxy_userspace.worker.counts import Counter
 
 log = logging.getLogger("kproxy.userspace")
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from kproxy_core.backend.api import Leftovers
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.values import Leftovers
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_xtables.removal import Removal, describe, kubernetes_rules, restore_inputs
 from kproxy_xtables.rules import RulesByChain

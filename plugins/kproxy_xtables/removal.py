@@ -11,8 +11,7 @@ from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
-from kproxy_xtables.saved import SavedChain
+from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain, SavedChain
 
 _TARGET = re.compile(r"(?:^|.* )-[jg] (\S+)")
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from kproxy_core.host import privileges, programs
-from kproxy_core.host.attempts import Attempts, problem_of
-from kproxy_core.host.modules import Modules
+from kproxy_core.linux import process, programs
+from kproxy_core.linux.modules import Modules
+from kproxy_core.linux.trial import Attempts, problem_of
 from kproxy_core.model.address import Family
 from kproxy_core.model.requirement import Requirement
 from kproxy_xtables.tables import Tables
@@ -60,7 +60,7 @@ _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 def check_privileges(variant: Variant | None) -> Requirement:
     """Check that this process may use iptables. Only the legacy variant opens a raw socket."""
     wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
-    what, held = " and ".join(wanted), privileges.held()
+    what, held = " and ".join(wanted), process.held()
     missing = [name for name in wanted if name not in held]
     if missing:
         return Requirement(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")

@@ -1,11 +1,15 @@
-"""Chains and jumps as values, and the rules that several modes share. Pure."""
+"""Chains, jumps and rules as values: those that several modes share, and those that iptables-save prints.
+Pure.
+"""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
+
+# Chains and jumps as values, and the rules that several modes share. Pure.
 
 ChainKey = tuple[str, str]
 """Table and chain."""
@@ -105,3 +109,86 @@ def from_pods(source: LocalSource, *, negate: bool = False) -> str:
     if source.cidr is not None:
         return f"{no}-s {source.cidr} "
     return f"{no}-i {source.interface or source.interface_prefix + '+'} "
+
+
+# Output of iptables-save as values. Pure.
+
+class SavedChain(NamedTuple):
+    table: str
+    name: str
+    lines: list[str]
+    """Rules as ``-A`` commands with line ends."""
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules without ``-A CHAIN`` and line ends."""
+        start = len("-A  ") + len(self.name)
+        # libxt_nfacct prints one blank too many.
+        return [line[start:-1].replace("--nfacct-name  ", "--nfacct-name ") for line in self.lines]
+
+
+def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
+    """Yield the chains of each table: those with rules in their order, then the empty ones."""
+    table = current = ""
+    found: list[str] = []
+    empty: dict[str, None] = {}
+    for line in lines:
+        if line.startswith("-A "):
+            chain = line[3 : line.index(" ", 3)]
+            if chain != current:
+                if found:
+                    yield SavedChain(table, current, found)
+                current, found = chain, []
+                empty.pop(chain, None)
+            found.append(line)
+        elif line.startswith(":"):
+            empty[line[1 : line.index(" ")]] = None
+        elif line.startswith("*"):
+            table = line[1:].strip()
+        elif line.startswith("COMMIT"):
+            if found:
+                yield SavedChain(table, current, found)
+            for chain in empty:
+                yield SavedChain(table, chain, [])
+            current, found, empty = "", [], {}
+
+
+# Chains that two modes of kube-proxy have under the same name, and their current owner. Pure.
+#
+# The iptables mode sends each frontend to chains of its own, the ipvs mode looks frontends up in ipsets.
+# After a change of mode kube-proxy reuses these chains, and removes nothing else (kube-proxy 1.36).
+
+SERVICES = ("nat", "KUBE-SERVICES")
+FIREWALL = ("filter", "KUBE-PROXY-FIREWALL")
+
+_FOLLOW_SERVICES = frozenset({
+    SERVICES, ("nat", "KUBE-POSTROUTING"), ("nat", "KUBE-MARK-MASQ"), ("filter", "KUBE-FORWARD"),
+})  # fmt: skip
+_ONLY_WITH_IPSETS = frozenset({("filter", "KUBE-NODE-PORT"), ("filter", "KUBE-IPVS-FILTER")})
+_IPSET_FIREWALL = "kube-proxy firewall rules"
+"""Comment of the jumps to the firewall in the mode with ipsets; the other mode has another comment."""
+
+
+def ipset_mode_chains(held: RulesByChain) -> frozenset[ChainKey]:
+    """Return the shared chains that belong to the mode with ipsets. The other mode owns the rest."""
+    found: frozenset[ChainKey] = frozenset()
+    if _reads_ipsets(held[SERVICES]) if SERVICES in held else not _ONLY_WITH_IPSETS.isdisjoint(held):
+        found |= _FOLLOW_SERVICES
+    if rules := held.get(FIREWALL, ()):
+        return found | {FIREWALL} if _reads_ipsets(rules) else found
+    jumps = [
+        is_ipset_firewall_jump(key, rule)
+        for key, rules in held.items() for rule in rules
+        if (jump := parse_jump(key, rule)) and jump.target_key == FIREWALL
+    ]  # fmt: skip
+    return found | {FIREWALL} if jumps and all(jumps) else found
+
+
+def is_ipset_firewall_jump(key: ChainKey, rule: str) -> bool:
+    """Return whether a *rule* in the chain *key* is the jump to the firewall of the mode with ipsets."""
+    jump = parse_jump(key, rule)
+    return jump is not None and jump.target_key == FIREWALL and jump.comment == _IPSET_FIREWALL
+
+
+def _reads_ipsets(rules: Iterable[str]) -> bool:
+    return any("--match-set KUBE-" in rule or rule.endswith("-j KUBE-NODE-PORT") for rule in rules)

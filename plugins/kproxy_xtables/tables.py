@@ -1,18 +1,110 @@
 """The tables of one IP family, read by iptables-save and written by iptables-restore."""
 
 import re
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
-from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.nftables.lookup import chain_exists, table_exists
-from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
+from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.linux import messages, programs
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.messages import (
+    NETLINK_NETFILTER,
+    NFGENMSG,
+    Request,
+    Span,
+    attribute,
+    attributes,
+    text,
+    text_attribute,
+)
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nftables import chain_exists, table_exists
+from kproxy_core.linux.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
-from kproxy_xtables import over_netlink
-from kproxy_xtables.rules import ChainKey
-from kproxy_xtables.saved import SavedChain, read_saved
+from kproxy_xtables.rules import ChainKey, SavedChain, read_saved
 from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_tables
+
+# Attributes of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads.
+
+_NEWTABLE = messages.KIND
+_FLAGS, _USE = 2, 3
+_DORMANT, _OWNER = 1, 2
+"""NFT_TABLE_F_DORMANT, NFT_TABLE_F_OWNER (linux/netfilter/nf_tables.h)"""
+_MATCH = re.compile(
+    re.escape(struct.pack("=HH8s", 10, 1, b"match"))  # NFTA_EXPR_NAME
+    + b".." + struct.pack("=H", 2) + b".." + struct.pack("=H", 1)  # NFTA_EXPR_DATA, NFTA_MATCH_NAME
+    + rb"([\w-]+)\0", re.DOTALL)  # fmt: skip
+"""An expression of nft_compat in a rule."""
+
+
+def owned_tables(family: Family, names: Collection[str]) -> list[str]:
+    """Return those of the tables *names* that belong to a process, which alone may change them.
+
+    Raises HostError.
+    """
+    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        flags = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _FLAGS))
+    return [name for name in names if flags.get(name, 0) & _OWNER]
+
+
+def used_matches(family: Family, table: str) -> set[str]:
+    """Return the names of the matches of iptables in the rules of an existing *table*. Raises HostError."""
+    of_table = messages.payload(family, text_attribute(messages.TABLE_NAME, table))
+    with doing(f"read the rules of table {table}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return sock.dump(messages.GETRULE, of_table, _matches)
+
+
+def _matches(answers: Iterable[Span]) -> set[str]:
+    found: set[str] = set()
+    scanned = b""
+    for data, _, _ in answers:  # Several rules are in one piece of data.
+        if data is not scanned:
+            scanned = data
+            found.update(name.decode("ascii", "replace") for name in _MATCH.findall(data))
+    return found
+
+
+def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
+    """Return those of the tables *names* that another program switched off, which iptables does not show.
+
+    Raises HostError.
+    """
+    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        flags = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _FLAGS))
+    return [name for name in names if flags.get(name, 0) & _DORMANT]
+
+
+def count_chains(family: Family, name: str) -> int:
+    """Return the number of chains in the table *name*; 0 if it does not exist. Raises HostError."""
+    with doing(f"read table {name}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        found = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _USE))
+    return found.get(name, 0)
+
+
+def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
+    """Switch the tables *names* on, which iptables can't. Remember the socket in *own*. Raises HostError."""
+    awake = attribute(_FLAGS, bytes(4))
+    data, last = messages.transaction([
+        Request(_NEWTABLE, 0, messages.payload(family, text_attribute(messages.TABLE_NAME, name), awake))
+        for name in names
+    ])  # fmt: skip
+    with doing("activate dormant tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        with own.starting():
+            own.remember(sock.port)
+        for refusal in sock.transact(data, last):
+            raise refusal.error
+
+
+def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[str, int]:
+    tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
+    return {
+        text(each[messages.TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
+        for each in tables
+    }  # fmt: skip
+
+
+# The tables of one IP family, read by iptables-save and written by iptables-restore.
 
 LOCK_TIMEOUT = 5
 """Seconds that a program waits for the xtables lock."""
@@ -86,14 +178,14 @@ class Tables:
         if not self.variant.nft:
             return
         existing = [name for name in _ALL_TABLES if table_exists(self.family, name)]
-        if owned := over_netlink.owned_tables(self.family, [name for name in existing if name in _TABLES]):
+        if owned := owned_tables(self.family, [name for name in existing if name in _TABLES]):
             raise Unreadable(f"table {self.family.ip} {owned[0]} belongs to another process (flag owner)")
         matches: set[str] = set()
         for name in existing:
             done = self._list(name, "OUTPUT")
             problem = programs.complaint(done) if done.returncode else ""
             if _INCOMPATIBLE not in problem:
-                matches |= over_netlink.used_matches(self.family, name)
+                matches |= used_matches(self.family, name)
             elif name in _TABLES:
                 raise Unreadable(problem)
         for match in sorted(matches - _OWN_MATCHES):
@@ -140,12 +232,12 @@ class Tables:
 
     def dormant(self) -> list[str]:
         """Return the tables that exist but are switched off, which only nf_tables can. Raises HostError."""
-        return over_netlink.dormant_tables(self.family, _TABLES) if self.variant.nft else []
+        return dormant_tables(self.family, _TABLES) if self.variant.nft else []
 
     def wake(self) -> list[str]:
         """Switch dormant tables on again and return their names. Raises HostError."""
         if found := self.dormant():
-            over_netlink.wake_tables(self.family, found, self._own)
+            wake_tables(self.family, found, self._own)
         return found
 
     def has_chain(self, table: str, chain: str) -> bool:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kproxy_userspace.worker import tcp, wire
-from kproxy_userspace.worker.counters import make_counts
+from kproxy_userspace.worker import relays, wire
+from kproxy_userspace.worker.counts import make_counts
 from tests.bench import load
 from tests.core.namespaces import Namespace, namespace
 
@@ -71,11 +71,11 @@ class Worker:
 
 def _run_timed(control: socket.socket, result: Connection) -> None:
     timers = _Timers()
-    program = timers.visit(ast.parse(Path(tcp.__file__).read_text(encoding="utf-8")))
+    program = timers.visit(ast.parse(Path(relays.__file__).read_text(encoding="utf-8")))
     times: list[list[int]] = [[] for _ in range(timers.found)]
-    vars(tcp).update(_now=time.perf_counter_ns, _times=times)
-    code = compile(ast.fix_missing_locations(program), tcp.__file__, "exec")
-    exec(code, vars(tcp))  # noqa: S102
+    vars(relays).update(_now=time.perf_counter_ns, _times=times)
+    code = compile(ast.fix_missing_locations(program), relays.__file__, "exec")
+    exec(code, vars(relays))  # noqa: S102
     from kproxy_userspace.worker import main  # It takes the timed classes.
 
     settings = map(str, wire.WorkerSettings(0.25, -1.0, 3600.0))

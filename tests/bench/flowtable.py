@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_nftables.backend import NftablesBackend
-from kproxy_nftables.questions.cleanup import cleanup
+from kproxy_nftables.cleanup import cleanup
 
 VIP, ENDPOINT = ("10.96.0.1", 80), ("192.0.2.2", 8080)
 WAYS = {"no rules": ENDPOINT, "rules": VIP, "flowtable": VIP}

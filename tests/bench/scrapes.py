@@ -19,20 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.contract.values import Connections
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.traffic import TrafficCollector
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.observe.metrics import Metrics, TrafficCollector
+from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_core.traffic.owners import FrontendOwners
-from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.stored import StoredTotals
 from kproxy_ebpf.batch import endpoint_value, frontend_key
-from kproxy_ebpf.inspection.traffic import Counted
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.traffic import Counted
 
 ROUNDS = 9
 _LRU_HASH = 9
@@ -76,7 +72,7 @@ def _programs(pairs: Sequence[Pair], accounting: bool) -> Iterator[tuple[Read, C
     def pinned(_: Settings) -> Iterator[Any]:
         yield SimpleNamespace(elements=lambda name: bpf.elements(counts, definition))
 
-    with mock.patch("kproxy_ebpf.inspection.traffic.pinned_maps", pinned):
+    with mock.patch("kproxy_ebpf.traffic.pinned_maps", pinned):
         yield Counted(Settings()).read, lambda: bpf.update_all(
             counts, dict(pair.element(accounting=accounting) for pair in pairs))
     os.close(counts)

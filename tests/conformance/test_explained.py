@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kproxy_core.host import sysctl
-from kproxy_core.host.tracing.events import trace_events
-from kproxy_core.host.tracing.table import Match, open_table
+from kproxy_core.linux import sysctl
+from kproxy_core.linux.tracing import Match, open_table, trace_events
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
 from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
-from kproxy_ebpf.inspection.traffic import Counted
 from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.traffic import Counted
 from tests.conformance.any_services import Attempt, Fate, Json, World
 from tests.conformance.test_any_services import Play
 

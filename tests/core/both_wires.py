@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from kproxy_core.objects.decode import Resource
-from kproxy_core.objects.reading import Reading
+from kproxy_core.kube.decode import Resource
+from kproxy_core.kube.reading import Reading
 from kproxy_core.testing.apiserver import protobuf
 
 Json = dict[str, Any]

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kproxy_core.kube.directory import DirectorySource
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, format_address
+from kproxy_core.model.events import BadObject, Event
 from kproxy_core.model.service import ServiceName
-from kproxy_core.sources.directory.source import DirectorySource
-from kproxy_core.store.events import BadObject, Event
-from kproxy_core.store.store import Store
 from kproxy_core.testing.builders import service_name
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, parse_address
-from kproxy_core.observe.http.server import HttpServer, Listener
+from kproxy_core.observe.server import HttpServer, Listener
 
 LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
 ANYWHERE = (Address(bytes(4)), Address(bytes(16)))

@@ -5,29 +5,26 @@ from functools import partial
 
 import pluggy
 
-from kproxy_core.backend import hookspecs
-from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
-from kproxy_core.backend.calls import HookCalls
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract import hooks
+from kproxy_core.contract.calls import BackendInstance, HookCalls
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
+from kproxy_core.model.events import Complete, Event
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.observe.health import ProxyHealth
-from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.service_health import ServiceHealth
-from kproxy_core.observe.sync_history import ChangeLog
+from kproxy_core.observe.health import ProxyHealth, ServiceHealth
+from kproxy_core.observe.history import ChangeLog
+from kproxy_core.observe.metrics import Metrics, SyncMetrics
+from kproxy_core.observe.server import HttpServer
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.store.events import Complete, Event
-from kproxy_core.store.store import Store
-from kproxy_core.sync.family_plans import HealthCheck
+from kproxy_core.sync.flows import CleanupResult, Deletion, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.observer import Synced, SyncObserver
-from kproxy_core.sync.stale_flows import CleanupResult, Deletion, StaleFlowObserver
-from kproxy_core.timing.pacing import Pacing
+from kproxy_core.sync.pacing import Pacing
+from kproxy_core.sync.plans import HealthCheck
 from tests.core.metric_values import values
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -141,8 +138,8 @@ class RecordingCleaner:
 
 def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
     """Return the core's handle of *backend*."""
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
     manager.register(backend)
     return BackendInstance("test", BackendSettings(tuple(families)), (backend,), manager, HookCalls())
 

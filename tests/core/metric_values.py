@@ -1,6 +1,6 @@
 """Metrics as a test reads them."""
 
-from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics import Metrics
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kproxy_core.model.address import Cidr
-from kproxy_core.model.endpoint import EndpointSlice, SliceName
-from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import Service, ServiceName
-from kproxy_core.store.events import (
+from kproxy_core.model.events import (
     BadObject,
     Complete,
     Event,
@@ -23,6 +20,8 @@ from kproxy_core.store.events import (
     SliceSet,
     Source,
 )
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
 
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting for something that takes milliseconds."""

@@ -7,7 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kproxy_core.backend.api import (
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.hooks import ENTRY_POINTS, hookimpl
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import (
     CONTRACT,
     BackendSettings,
     Caveat,
@@ -20,18 +23,15 @@ from kproxy_core.backend.api import (
     SyncReport,
     Update,
 )
-from kproxy_core.backend.hookspecs import ENTRY_POINTS, hookimpl
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import Registry
 from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.events import Complete, ServiceSet
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.journal import Journal
-from kproxy_core.modes.retiring import RetiringModes
+from kproxy_core.modes.retirement import RetiringModes
 from kproxy_core.modes.switch import ModeSwitch, Terms
-from kproxy_core.store.events import Complete, ServiceSet
 from kproxy_core.sync.node_facts import NodeSettings
+from kproxy_core.sync.pacing import Pacing
 from kproxy_core.testing.builders import service
-from kproxy_core.timing.pacing import Pacing
 from tests.core.loop_rig import Rig
 
 V4 = Family.IPV4

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from kproxy_core.backend.api import Scope
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Scope
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family
-from kproxy_core.store.store import Store
-from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.observer import Synced, SyncFailure
+from kproxy_core.sync.plans import FamilyPlans
 
 NO_INSTANCE: Any = None
 

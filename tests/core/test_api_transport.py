@@ -12,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kproxy_core.apiclient import wire
-from kproxy_core.apiclient.access import Access
-from kproxy_core.apiclient.streams import Lines
-from kproxy_core.apiclient.transport import ProtocolError, TooLarge, Transport, Unreachable
+from kproxy_core.kube import transport as wire
+from kproxy_core.kube.access import Access
+from kproxy_core.kube.transport import Lines, ProtocolError, TooLarge, Transport, Unreachable
 from kproxy_core.testing.network.patience import patience
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kproxy_core.timing.backoff import LONGEST_ASKED, STABLE, Backoff
+from kproxy_core.model.timing import LONGEST_ASKED, STABLE, Backoff
 
 
 def test_failures_double_the_delay_up_to_half_a_minute() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import Measurement, Question
-from kproxy_core.backend.errors import PluginFailed, Unsupported
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import Registry
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import PluginFailed, Unsupported
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Measurement, Question
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.modes.starting import start_backend
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.modes.switch import start_backend
 from kproxy_core.plan.fate import Origin, Packet
 from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.installed_plugins import install, on_path
@@ -37,7 +36,7 @@ import os
 from pathlib import Path
 from kproxy_core.backend import api as a
 from kproxy_core.model.address import *
-from kproxy_core.model.endpoint import *
+from kproxy_core.model.service import *
 from kproxy_core.model.service import *
 from kproxy_core.plan.service_plan import *
 
@@ -256,7 +255,7 @@ def test_a_question_that_fails_is_told_by_plugin_and_hook(
 
 def test_the_plugin_that_raised_is_told_from_its_wrappers(faults: Path, tmp_path: Path) -> None:
     wrapper = """
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 raises = False
 @hookimpl(wrapper=True)
 def kproxy_sync(update):
@@ -282,8 +281,8 @@ def kproxy_sync(update):
 
 def test_measurements_of_other_plugins_are_kept(faults: Path, tmp_path: Path) -> None:
     observer = """
-from kproxy_core.backend.api import Measurement
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.values import Measurement
+from kproxy_core.contract.hooks import hookimpl
 @hookimpl
 def kproxy_measure():
     yield Measurement("seen", "By an observer", "gauge", 1)

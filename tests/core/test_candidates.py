@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.endpoint import Candidate, Destination, EndpointSlice
-from kproxy_core.plan.candidates import endpoints_of
+from kproxy_core.model.service import Candidate, Destination, EndpointSlice
+from kproxy_core.plan.endpoints import endpoints_of
 from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
 
 PORT = port_spec("http:80")

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.host.conntrack import flows as conntrack
-from kproxy_core.host.conntrack.flows import Flow, delete_stale_syns, delete_stale_udp, read_udp_flows
+from kproxy_core.linux import conntrack
+from kproxy_core.linux.conntrack import Flow, delete_stale_syns, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
-from kproxy_core.plan.candidates import endpoints_of
+from kproxy_core.plan.endpoints import endpoints_of
 from kproxy_core.plan.service_plan import Frontend, plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, is_stale_syn
 from kproxy_core.testing.builders import endpoint_slice, node_view, service
@@ -431,8 +431,8 @@ def test_without_privileges_the_error_names_the_operation(lab: Lab) -> None:
     """In its own user namespace, a process may not read this network namespace's table."""
     program = """if True:
         import sys
-        from kproxy_core.host.conntrack.flows import delete_stale_udp
-        from kproxy_core.host.errors import HostError
+        from kproxy_core.linux.conntrack import delete_stale_udp
+        from kproxy_core.linux.errors import HostError
         from kproxy_core.model.address import Family
         try:
             delete_stale_udp(Family(sys.argv[1]), [53], lambda destination, answered_by: False)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host import sysctl
-from kproxy_core.host.conntrack.settings import ConntrackLimits, apply
-from kproxy_core.observe.events.recorder import Event, EventRecorder
-from kproxy_core.process import preparation
+from kproxy_core.app import preparation
+from kproxy_core.linux import sysctl
+from kproxy_core.linux.conntrack import ConntrackLimits, apply
+from kproxy_core.observe.events import Event, EventRecorder
 from tests.core.namespaces import Namespace, namespace
 
 NOT_WRITABLE = Path("/proc/sys/net/netfilter/nf_conntrack_count")

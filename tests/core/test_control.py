@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.host import privileges
-from kproxy_core.modes import control
-from kproxy_core.modes.control import ControlServer, NoProxy, RequestRefused, send_request
+from kproxy_core.app import control
+from kproxy_core.app.control import ControlServer, NoProxy, RequestRefused, send_request
+from kproxy_core.linux import process as privileges
 from tests.core.other_user import as_nobody
 
 CLIENT = """

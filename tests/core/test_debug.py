@@ -9,9 +9,8 @@ from functools import partial
 
 import pytest
 
-from kproxy_core.observe.http.debug import Debug
-from kproxy_core.observe.http.routes import dispatch
-from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.pages import Debug, dispatch
+from kproxy_core.observe.server import HttpServer
 from kproxy_core.testing.network.patience import patience
 from tests.core.http_clients import LOOPBACK, connect, eventually, get, port_of, received, serving, settle
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.objects import decode, wire
-from kproxy_core.objects.decode import (
+from kproxy_core.kube import decode, wire
+from kproxy_core.kube.decode import (
     ENDPOINT_SLICES,
     ENDPOINTS,
     NODES,
@@ -20,7 +20,7 @@ from kproxy_core.objects.decode import (
     Resource,
     Status,
 )
-from kproxy_core.store.events import ServiceSet, SliceSet
+from kproxy_core.model.events import ServiceSet, SliceSet
 
 Json = dict[str, Any]
 RESOURCES: list[Resource[Any, Any]] = [SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.kube.decode import NODES, SERVICE_CIDRS
+from kproxy_core.model.events import NodeSet, ServiceCidrSet
 from kproxy_core.model.node import NodeObject
-from kproxy_core.objects.decode import NODES, SERVICE_CIDRS
-from kproxy_core.store.events import NodeSet, ServiceCidrSet
 from kproxy_core.testing.builders import addresses, cidrs
 from tests.core.both_wires import read_alike
 

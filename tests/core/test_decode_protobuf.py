@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.apiclient.content import JSON, PROTOBUF_OR_JSON, accept_header
-from kproxy_core.apiclient.requests import refusal
-from kproxy_core.apiclient.streams import Frames
-from kproxy_core.objects.decode import (
+from kproxy_core.kube.decode import (
     ENDPOINT_SLICES,
     NODES,
     SERVICE_CIDRS,
@@ -21,8 +18,10 @@ from kproxy_core.objects.decode import (
     Status,
     StatusDetails,
 )
-from kproxy_core.objects.protobuf.decode import read_status
-from kproxy_core.store.events import ServiceSet
+from kproxy_core.kube.protobuf import read_status
+from kproxy_core.kube.requests import refusal
+from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header
+from kproxy_core.model.events import ServiceSet
 from kproxy_core.testing.apiserver.protobuf import (
     MAGIC,
     encode_event,

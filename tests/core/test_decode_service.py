@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.kube.decode import SERVICES
+from kproxy_core.kube.reading import Reading
+from kproxy_core.model.events import ServiceGone, ServiceSet
 from kproxy_core.model.service import Service
-from kproxy_core.objects.decode import SERVICES
-from kproxy_core.objects.reading import Reading
-from kproxy_core.store.events import ServiceGone, ServiceSet
 from kproxy_core.testing.builders import addresses, cidrs, port_spec, service, service_name
 from tests.core.both_wires import read_alike
 

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS
+from kproxy_core.kube.reading import Reading
 from kproxy_core.model.address import Family
-from kproxy_core.model.endpoint import EndpointSlice, SliceName
-from kproxy_core.objects.decode import ENDPOINT_SLICES, ENDPOINTS
-from kproxy_core.objects.reading import Reading
-from kproxy_core.store.events import SliceGone, SliceSet
+from kproxy_core.model.events import SliceGone, SliceSet
+from kproxy_core.model.service import EndpointSlice, SliceName
 from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
 from tests.core.both_wires import read_alike
 

@@ -13,9 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.objects.yaml import documents as yaml_documents
-from kproxy_core.objects.yaml.documents import MAX_ALIASED, MAX_DEPTH, NotYaml, parsed_documents
-from kproxy_core.objects.yaml.lines import plain_documents
+from kproxy_core.kube import yaml as yaml_documents
+from kproxy_core.kube.yaml import MAX_ALIASED, MAX_DEPTH, NotYaml, parsed_documents, plain_documents
 
 
 def documents(data: bytes) -> list[Any]:

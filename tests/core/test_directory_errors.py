@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from kproxy_core.sources.directory import source
+from kproxy_core.kube import directory
 from tests.core.directory_rig import PATIENCE, followed, service, serving, text
 
 
@@ -25,9 +25,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[str]]:
 
     caplog.set_level(logging.INFO, "kproxy.sources")
     handler = Handler()
-    source.log.addHandler(handler)
+    directory.log.addHandler(handler)
     yield messages
-    source.log.removeHandler(handler)
+    directory.log.removeHandler(handler)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def test_only_a_lack_of_resources_delays_other_objects(
 ) -> None:
     for name in ("bad", "web"):
         (tmp_path / f"{name}.yaml").write_text(text(service(name, ip=f"10.96.0.{len(name)}")))
-    opened = source._open
+    opened = directory._open
     failing = True
 
     def fail_for_bad(path: str, flags: int) -> int:
@@ -100,7 +100,7 @@ def test_only_a_lack_of_resources_delays_other_objects(
             raise OSError(error, os.strerror(error), path)
         return opened(path, flags)
 
-    monkeypatch.setattr(source, "_open", fail_for_bad)
+    monkeypatch.setattr(directory, "_open", fail_for_bad)
     with followed(tmp_path) as state:
         state.wait(lambda s: "web" in s.services)
         if error == 5:

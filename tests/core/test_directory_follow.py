@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.sources.directory import source as directory
-from kproxy_core.sources.directory.source import DirectorySource
-from kproxy_core.store.events import Complete, ServiceGone
+from kproxy_core.kube import directory
+from kproxy_core.kube.directory import DirectorySource
+from kproxy_core.model.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
 from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.open_files import open_files

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.objects.decode import Malformed
-from kproxy_core.sources.directory.inventory import Inventory
-from kproxy_core.sources.directory.manifests import read_manifest
-from kproxy_core.store.events import Event
+from kproxy_core.kube.decode import Malformed
+from kproxy_core.kube.directory import Inventory, read_manifest
+from kproxy_core.model.events import Event
 from kproxy_core.testing.builders import cidrs
 from tests.core.directory_rig import NODE, State, endpoint_slice, endpoints, node, service, service_cidr, text
 

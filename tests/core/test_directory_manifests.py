@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.objects.decode import Malformed
-from kproxy_core.sources.directory.manifests import read_manifest
+from kproxy_core.kube.decode import Malformed
+from kproxy_core.kube.directory import read_manifest
 from tests.core.directory_rig import endpoint_slice, endpoints, node, service, service_cidr, text
 
 Json = dict[str, Any]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import Scope
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.values import Scope
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket
-from kproxy_core.sync import early_connections
-from kproxy_core.sync.early_connections import EarlyConnections
-from kproxy_core.sync.family_plans import Step
+from kproxy_core.sync import flows
+from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
+from kproxy_core.sync.plans import Step
 from kproxy_core.testing.builders import addresses, endpoint_slice, node_view, plans, service
 from tests.core.sync_events import NO_INSTANCE
 
@@ -42,9 +42,9 @@ class Searches:
         self.meanwhile: list[Callable[[], None]] = []
         """What happens while the thread waits."""
         self.observer = EarlyConnections(lambda *told: self.told.append(told))
-        monkeypatch.setattr(early_connections, "delete_stale_syns", self._search)
+        monkeypatch.setattr(flows, "delete_stale_syns", self._search)
         monkeypatch.setattr(
-            early_connections, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+            flows, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds

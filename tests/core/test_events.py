@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.apiclient.access import CurrentAccess
+from kproxy_core.app.assembly import make_events
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import resolve
+from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.model.service import ServiceName
-from kproxy_core.observe.events import recorder as recorder_module
-from kproxy_core.observe.events.recorder import SAME_AGAIN, Event, EventRecorder, NotWritten
-from kproxy_core.process.assembly import make_events
+from kproxy_core.observe import events as recorder_module
+from kproxy_core.observe.events import SAME_AGAIN, Event, EventRecorder, NotWritten
 from tests.core.namespaces import namespace
 
 PATIENT = """
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 from kproxy_core.observe.events import recorder
 
 recorder._AT_THE_END = 60.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.registry import Registry
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import (
     changed_update,

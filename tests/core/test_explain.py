@@ -7,16 +7,22 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import KernelObject, KernelSide
-from kproxy_core.explain.answer import Json, answer, decide_case
-from kproxy_core.explain.errors import NoAnswer
-from kproxy_core.explain.question import Case, InterfaceTowards, cases
-from kproxy_core.explain.request import parse_sender, parse_target
+from kproxy_core.app.explain import (
+    Case,
+    InterfaceTowards,
+    Json,
+    NoAnswer,
+    answer,
+    cases,
+    decide_case,
+    parse_sender,
+    parse_target,
+)
+from kproxy_core.contract.values import KernelObject, KernelSide
 from kproxy_core.model.address import Address, Family
-from kproxy_core.model.endpoint import Endpoint, EndpointSlice
 from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Service, ServiceName, ServicePortKey
-from kproxy_core.plan.candidates import Candidates, endpoints_of
+from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceName, ServicePortKey
+from kproxy_core.plan.endpoints import Candidates, endpoints_of
 from kproxy_core.plan.fate import Choice, Fate, Outcome
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import (

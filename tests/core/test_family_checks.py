@@ -2,14 +2,14 @@
 
 import pytest
 
-from kproxy_core.backend.api import Description
+from kproxy_core.app.preparation import doubts, unservable
 from kproxy_core.config.file import API_VERSION, decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, resolve
+from kproxy_core.contract.values import Description
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
-from kproxy_core.process.family_checks import doubts, unservable
-from kproxy_core.process.terms import node_settings
+from kproxy_core.modes.settings import node_settings
 from kproxy_core.sync.node_facts import primary_family
 from kproxy_core.testing.builders import addresses, cidrs
 

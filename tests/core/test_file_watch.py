@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.files.file_watch import FileWatch
+from kproxy_core.linux.files import FileWatch
 
 
 @contextmanager

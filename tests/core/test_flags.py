@@ -19,8 +19,7 @@ from kproxy_core.cli.options import FlagCommand, with_flags
 from kproxy_core.config.check import field_at
 from kproxy_core.config.file import ConfigError, decode, load
 from kproxy_core.config.flags import FLAGS, OLDER, PROCESS, RULES, Flags, spared_by_cleanup, version_told
-from kproxy_core.config.settings import Config, resolve
-from kproxy_core.config.write import effective, effective_flags, written
+from kproxy_core.config.settings import Config, effective, effective_flags, resolve, written
 from kproxy_core.model.duration import Duration
 from tests.core.golden import golden
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.libnftables import texts
-from kproxy_core.host.libnftables.texts import Crashed, NoBinding, Refused, complaint, list_chain, list_table
-from kproxy_core.host.libnftables.texts import list_tables as list_all
-from kproxy_core.host.tracing.events import TraceEvent
-from kproxy_core.host.tracing.texts import RuleTexts
+from kproxy_core.linux import libnftables
+from kproxy_core.linux.libnftables import Crashed, NoBinding, Refused, complaint, list_chain, list_table
+from kproxy_core.linux.libnftables import list_tables as list_all
+from kproxy_core.linux.tracing import RuleTexts, TraceEvent
 from tests.core.namespaces import Namespace, own_network
 from tests.core.processes import KPROXY, running
 from tests.core.test_cli import manifests, node
@@ -56,7 +55,7 @@ def kproxy(release: Release, *words: str) -> list[str]:
 @pytest.fixture
 def installed(release: Release, monkeypatch: pytest.MonkeyPatch) -> Release:
     """*release* is installed on this machine."""
-    monkeypatch.setattr(texts, "interpreters", lambda: [release.python])
+    monkeypatch.setattr(libnftables, "interpreters", lambda: [release.python])
     return release
 
 
@@ -124,7 +123,7 @@ def test_a_missing_binding_is_named_with_the_command_that_installs_it(
     bare = tmp_path / "python3"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    monkeypatch.setattr(texts, "interpreters", lambda: [str(bare)])
+    monkeypatch.setattr(libnftables, "interpreters", lambda: [str(bare)])
     remedy = "as root: apt-get install python3-nftables"
     with pytest.raises(NoBinding, match=remedy):
         list_all()
@@ -137,7 +136,7 @@ def test_a_missing_binding_is_named_with_the_command_that_installs_it(
 @alone
 def test_an_interpreter_without_the_binding_leaves_it_to_that_of_the_distribution() -> None:
     make_foreign("table ip plain { chain output { accept; }; }")
-    asked = "from kproxy_core.host.libnftables.texts import list_tables; print(list_tables().text)"
+    asked = "from kproxy_core.linux.libnftables import list_tables; print(list_tables().text)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}; {asked}"],
         capture_output=True, text=True, check=False,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import Scope
+from kproxy_core.app.preparation import FreedMemory
+from kproxy_core.contract.values import Scope
 from kproxy_core.model.address import Family
-from kproxy_core.process.preparation import FreedMemory
 from tests.core.sync_events import synced
 
 BLOCK, BLOCKS = 32 << 10, 800

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from kproxy_core.backend.api import Update
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.model.endpoint import EndpointSlice
-from kproxy_core.plan import candidates
-from kproxy_core.store.events import ServiceGone, ServiceSet, SliceSet
-from kproxy_core.sync import family_plans, family_sync
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Update
+from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
+from kproxy_core.model.service import EndpointSlice
+from kproxy_core.plan import endpoints as candidates
+from kproxy_core.sync import family, plans
 from kproxy_core.testing.builders import endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, Rig
 
@@ -17,8 +17,8 @@ from tests.core.loop_rig import V4, Rig
 @pytest.fixture(autouse=True)
 def small_giants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Service with four endpoints be a giant, and have six at most."""
-    monkeypatch.setattr(family_plans, "GIANT", 3)
-    for module in (candidates, family_plans, family_sync):
+    monkeypatch.setattr(plans, "GIANT", 3)
+    for module in (candidates, plans, family):
         monkeypatch.setattr(module, "MOST_DESTINATIONS", 6)
 
 

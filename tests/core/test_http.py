@@ -14,9 +14,7 @@ import pytest
 from h11._receivebuffer import ReceiveBuffer
 
 from kproxy_core.model.address import Address, parse_address
-from kproxy_core.observe.http.exchange import Exchange
-from kproxy_core.observe.http.messages import Answer, Request
-from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.server import Answer, Exchange, HttpServer, Request
 from kproxy_core.testing.network.patience import patience
 from tests.core.http_clients import (
     ANYWHERE,
@@ -239,8 +237,8 @@ def test_the_oldest_of_too_many_clients_is_dropped(port: int) -> None:
 def test_running_out_of_descriptors_is_survived() -> None:
     program = (
         "import resource, sys\n"
-        "from kproxy_core.observe.http.server import HttpServer\n"
-        "from kproxy_core.observe.http.messages import Answer\n"
+        "from kproxy_core.observe.server import HttpServer\n"
+        "from kproxy_core.observe.server import Answer\n"
         "from tests.core import http_clients\n"
         "server = HttpServer()\n"
         "server.start()\n"

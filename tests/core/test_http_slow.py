@@ -7,11 +7,8 @@ from socket import socket
 
 import pytest
 
-from kproxy_core.observe.http.debug import Debug
-from kproxy_core.observe.http.messages import Answer, Request, Slow, Turn
-from kproxy_core.observe.http.routes import dispatch
-from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.http.slow import SlowAnswers
+from kproxy_core.observe.pages import Debug, dispatch
+from kproxy_core.observe.server import Answer, HttpServer, Request, Slow, SlowAnswers, Turn
 from tests.core.http_clients import LOOPBACK, connect, eventually, get, port_of, received, serving, settle
 from tests.core.namespaces import own_network
 

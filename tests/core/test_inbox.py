@@ -3,7 +3,7 @@
 import threading
 import time
 
-from kproxy_core.sync.inbox import Inbox
+from kproxy_core.sync.loop import Inbox
 
 
 def test_calls_are_taken_in_their_order() -> None:

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.content import JSON, PROTOBUF_OR_JSON
+from kproxy_core.kube.access import CurrentAccess
+from kproxy_core.kube.reflector import KubernetesSource
+from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON
 from kproxy_core.model.address import format_address, parse_address
-from kproxy_core.model.endpoint import SliceName
-from kproxy_core.model.service import ServiceName
-from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.model.service import ServiceName, SliceName
 from tests.core.api_servers import BenchServer
 from tests.core.namespaces import own_network
 from tests.core.observed_events import Observed, following

@@ -13,10 +13,10 @@ from queue import Queue
 
 import pytest
 
-from kproxy_core.apiclient import loading
-from kproxy_core.apiclient.access import AccessError, CurrentAccess, load_access
-from kproxy_core.apiclient.requests import ApiRequest
-from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.kube import access
+from kproxy_core.kube.access import AccessError, CurrentAccess, load_access
+from kproxy_core.kube.reflector import KubernetesSource
+from kproxy_core.kube.requests import ApiRequest
 from tests.core.api_servers import CHECKOUT, TLS, Json, ScriptedServer, server_tls, write_kubeconfig
 from tests.core.observed_events import PATIENCE, following
 
@@ -98,8 +98,8 @@ def test_a_url_that_names_no_server_is_refused_with_the_option(url: str) -> None
 
 
 def test_the_running_proxy_never_imports_the_kubernetes_package(kubeconfig: Kubeconfig) -> None:
-    program = ("import sys; from kproxy_core.apiclient.access import CurrentAccess; "
-               "from kproxy_core.sources.apiserver.source import KubernetesSource; "
+    program = ("import sys; from kproxy_core.kube.access import CurrentAccess; "
+               "from kproxy_core.kube.reflector import KubernetesSource; "
                "KubernetesSource(CurrentAccess(None, sys.argv[1]), 'n'); "
                "print(*({'kubernetes', 'requests', 'oauthlib', 'yaml', 'socks'} & set(sys.modules)))")
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
@@ -183,7 +183,7 @@ def test_another_user_is_impersonated(server: ScriptedServer, kubeconfig: Kubeco
 
 
 def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_SECONDS", 1)
+    monkeypatch.setattr(access, "LOAD_SECONDS", 1)
     config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
         "command": "sleep", "args": ["1000"], "apiVersion": "client.authentication.k8s.io/v1"}})
     with pytest.raises(AccessError, match="does a credential plugin hang"):
@@ -290,7 +290,7 @@ def test_a_missing_kubeconfig_is_named() -> None:
 def test_a_pod_uses_its_service_account_and_each_new_token(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loading, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(access, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     (tmp_path / "ca.crt").write_text(Path(CA).read_text())

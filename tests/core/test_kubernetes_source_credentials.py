@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.apiclient.access import AccessError, CurrentAccess
-from kproxy_core.apiclient.content import JSON
-from kproxy_core.apiclient.requests import ApiRequest, ApiRequests
-from kproxy_core.sources.apiserver.source import KubernetesSource
-from kproxy_core.timing.backoff import Backoff
-from kproxy_core.timing.token_bucket import TokenBucket
+from kproxy_core.kube.access import AccessError, CurrentAccess
+from kproxy_core.kube.reflector import KubernetesSource
+from kproxy_core.kube.requests import ApiRequest, ApiRequests
+from kproxy_core.kube.transport import JSON
+from kproxy_core.model.timing import Backoff, TokenBucket
 from tests.core.api_servers import (
     TLS,
     Exchange,
@@ -243,7 +242,7 @@ def test_unchanged_files_are_not_loaded_again_for_a_refusal(
 ) -> None:
     config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"token": "t"})
     access = CurrentAccess(None, config)
-    monkeypatch.setattr("kproxy_core.apiclient.access.load_access", None)
+    monkeypatch.setattr("kproxy_core.kube.access.load_access", None)
     refused = access.now
     access.renew(refused)
     assert access.now is refused

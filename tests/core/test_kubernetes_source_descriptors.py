@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.requests import ApiRequest
-from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.kube.access import CurrentAccess
+from kproxy_core.kube.reflector import KubernetesSource
+from kproxy_core.kube.requests import ApiRequest
+from kproxy_core.model.timing import Backoff
 from kproxy_core.testing.open_files import open_files
-from kproxy_core.timing.backoff import Backoff
 from tests.core.api_servers import (
     KINDS,
     TLS,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.apiclient.access import AccessError, CurrentAccess, load_access
-from kproxy_core.apiclient.loader import proxy_of_environment
-from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.kube.access import AccessError, CurrentAccess, load_access
+from kproxy_core.kube.loader import proxy_of_environment
+from kproxy_core.kube.reflector import KubernetesSource
 from tests.core.api_servers import TLS, ScriptedServer, server_tls, write_kubeconfig
 from tests.core.observed_events import following
 

@@ -12,11 +12,11 @@ from termios import TIOCOUTQ
 
 import pytest
 
-from kproxy_core.apiclient import wire as http
-from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.requests import ApiRequest
-from kproxy_core.sources.apiserver.source import KubernetesSource
-from kproxy_core.store.events import Event
+from kproxy_core.kube import transport as http
+from kproxy_core.kube.access import CurrentAccess
+from kproxy_core.kube.reflector import KubernetesSource
+from kproxy_core.kube.requests import ApiRequest
+from kproxy_core.model.events import Event
 from tests.core.api_servers import (
     TLS,
     Exchange,

@@ -11,20 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kproxy_core.apiclient import requests
-from kproxy_core.apiclient.access import Access, CurrentAccess
-from kproxy_core.apiclient.content import JSON, PROTOBUF, PROTOBUF_OR_JSON
-from kproxy_core.apiclient.streams import MAX_LINE
-from kproxy_core.apiclient.transport import Transport
-from kproxy_core.apiclient.wire import Wire
-from kproxy_core.sources.apiserver import reflector as watch
-from kproxy_core.sources.apiserver import replica
-from kproxy_core.sources.apiserver.reflector import RELIST_SPREAD
-from kproxy_core.sources.apiserver.source import KubernetesSource
-from kproxy_core.store.events import BadObject, Event
+from kproxy_core.kube import reflector, requests
+from kproxy_core.kube import reflector as watch
+from kproxy_core.kube.access import Access, CurrentAccess
+from kproxy_core.kube.reflector import RELIST_SPREAD, KubernetesSource
+from kproxy_core.kube.transport import JSON, MAX_LINE, PROTOBUF, PROTOBUF_OR_JSON, Transport, Wire
+from kproxy_core.model.events import BadObject, Event
+from kproxy_core.model.timing import Backoff
 from kproxy_core.testing.builders import cidrs
 from kproxy_core.testing.network.patience import patience
-from kproxy_core.timing.backoff import Backoff
 from tests.core.api_servers import (
     Exchange,
     ScriptedServer,
@@ -145,7 +140,7 @@ def test_nodes_list_again_at_different_times_when_their_server_lost_the_history(
     server = ScriptedServer({"services": steps})
     source = KubernetesSource(CurrentAccess(server.url, None), "n", chance=lambda: 0.25)
     try:
-        monkeypatch.setattr("kproxy_core.sources.apiserver.reflector.threading", SimpleNamespace(Event=Noted))
+        monkeypatch.setattr("kproxy_core.kube.reflector.threading", SimpleNamespace(Event=Noted))
         with following(source) as observed:
             observed.wait_for(lambda o: o.names == {"b"})
     finally:
@@ -440,7 +435,7 @@ def test_a_watch_of_endless_objects_fills_no_memory(
     first: list[dict[str, object]],
 ) -> None:
     """Neither one that is without end, nor all of them, each with other names."""
-    monkeypatch.setattr(replica, "MOST_HELD", 100_000)
+    monkeypatch.setattr(reflector, "MOST_HELD", 100_000)
     numbers = itertools.count()
     endless = [endlessly(11, lambda: f"s{next(numbers)}", *(first if number == 0 else ()))
                for number in range(4)]

@@ -9,7 +9,7 @@ import pytest
 
 from kproxy_core.modes import switch
 from kproxy_core.modes import takeover as leftovers
-from kproxy_core.modes.proof import prove
+from kproxy_core.modes.switch import prove
 from kproxy_core.modes.takeover import Takeover
 from tests.core.switch_room import SETTINGS, V4, Room, names
 

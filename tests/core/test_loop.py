@@ -5,14 +5,11 @@ import threading
 
 import pytest
 
-from kproxy_core.backend.api import Scope, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.model.address import Family, Protocol
-from kproxy_core.model.endpoint import SliceName
-from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.store.events import (
+from kproxy_core.model.events import (
     BadObject,
     Complete,
     Event,
@@ -23,8 +20,10 @@ from kproxy_core.store.events import (
     SliceGone,
     SliceSet,
 )
-from kproxy_core.sync.family_plans import HealthCheck
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import ServicePortKey, SliceName
 from kproxy_core.sync.node_facts import NodeSettings
+from kproxy_core.sync.plans import HealthCheck
 from kproxy_core.testing.builders import (
     addresses,
     cidrs,

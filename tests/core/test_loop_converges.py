@@ -5,13 +5,9 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.model.address import Family
-from kproxy_core.model.endpoint import SliceName
-from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.store.events import (
+from kproxy_core.model.events import (
     Complete,
     Event,
     NodeGone,
@@ -22,6 +18,9 @@ from kproxy_core.store.events import (
     SliceGone,
     SliceSet,
 )
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import ServicePortKey, SliceName
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import cidrs, endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, V6, Rig
 from tests.core.metric_values import values

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from kproxy_core.backend.api import Scope, SyncReport, Update
-from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.store.events import Event, ServiceGone, ServiceSet, SliceSet
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Scope, SyncReport, Update
+from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
 from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import Rig
 

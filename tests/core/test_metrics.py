@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kproxy_core.apiclient.requests import ApiRequest
-from kproxy_core.backend.api import Measurement, Scope, SyncReport
+from kproxy_core.contract.values import Measurement, Scope, SyncReport
+from kproxy_core.kube.requests import ApiRequest
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.sync import SyncMetrics
+from kproxy_core.model.events import BadObject
+from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.plan.service_plan import plan_service
-from kproxy_core.store.events import BadObject
-from kproxy_core.store.store import Store
-from kproxy_core.sync.family_plans import FamilyPlans, Step
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure
+from kproxy_core.sync.plans import FamilyPlans, Step
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, service
 from tests.core.golden import golden
 from tests.core.metric_values import values

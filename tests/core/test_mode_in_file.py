@@ -68,7 +68,7 @@ def test_another_mode_in_the_file_is_followed_without_a_restart(
 
 _SLOW = """
 import time
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 from kproxy_core.process import assembly
 
 effective = assembly.effective

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.modules import Modules, Presence
+from kproxy_core.linux.modules import Modules, Presence
 
 RELEASE = "6.1.0-test"
 DIRECTORY = f"lib/modules/{RELEASE}"

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.named import PluginNotFound, read_names
-from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.config.flags import Flags
+from kproxy_core.contract.registry import PluginNotFound, PluginRefused, Registry, UnknownMode, read_names
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.process.choice import conclude
-from kproxy_core.process.terms import Configuration
+from kproxy_core.modes.choice import conclude
+from kproxy_core.modes.settings import Configuration
 from kproxy_core.testing.builders import full_update, node_view
 from tests.core.installed_plugins import install, on_path
 from tests.core.test_registry import plugin
@@ -22,7 +21,7 @@ SETTINGS = BackendSettings((Family.IPV4,))
 KPROXY = Path(sys.executable).with_name("kproxy")
 
 OBSERVER = '''
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 seen = []
 @hookimpl(wrapper=True, {order}=True)
 def kproxy_sync(update):

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Request, Span
-from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
-from kproxy_core.host.netlink.watch import Watch
+from kproxy_core.linux import messages as netlink
+from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Request, Span
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch, Refusal
 from kproxy_core.testing.conformance.privileges import without_privileges
 
 NOTHING = 0xEE << 8
@@ -139,7 +138,7 @@ class Notified:
     def __init__(self, kernel: Kernel) -> None:
         self.calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
         self.again: float | None = None
-        self.watch = Watch("test-watch", kernel.client, self._receive)
+        self.watch = NotificationWatch("test-watch", kernel.client, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
         self.calls.put(([*datagrams], lost))
@@ -183,7 +182,7 @@ def test_a_watch_reports_lost_notifications() -> None:
     ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.send(b"old")
     calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
-    watch = Watch("test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
+    watch = NotificationWatch("test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
     try:
         assert calls.get(timeout=10) == ([b"old"], True)
         end.send(b"new")

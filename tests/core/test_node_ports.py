@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
 from kproxy_core.model.node import NodePortAddresses
-from kproxy_core.plan.node_ports import NodePortSelection, includes_loopback, select_node_port_addresses
+from kproxy_core.plan.service_plan import NodePortSelection, includes_loopback, select_node_port_addresses
 from kproxy_core.testing.builders import addresses, cidrs
 
 HERE = addresses("127.0.0.1 ::1 172.19.0.2 172.18.0.2 172.18.0.10 fd00::2 fe80::1")

@@ -16,9 +16,9 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kproxy_core.observe.metrics.otlp import OtlpExporter
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.process.exporting import make_exporter
+from kproxy_core.app.assembly import make_exporter
+from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.otlp import OtlpExporter
 from kproxy_core.testing.network.patience import patience
 from tests.core.namespaces import namespace
 from tests.core.processes import KPROXY, PATIENCE, started
@@ -179,7 +179,7 @@ def test_a_missing_package_is_named_with_the_variable_that_needs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.metric_exporter", None)
-    monkeypatch.delitem(sys.modules, "kproxy_core.observe.metrics.otlp")
+    monkeypatch.delitem(sys.modules, "kproxy_core.observe.otlp")
     logging.getLogger("kproxy").propagate = True
     with caplog.at_level(logging.ERROR, "kproxy.run"):
         assert made(monkeypatch, **{variable: "http://c"}) is None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.api import Scope
-from kproxy_core.timing.pacing import Pacing
+from kproxy_core.contract.values import Scope
+from kproxy_core.sync.pacing import Pacing
 
 CHANGED, RESYNC = Scope.CHANGED, Scope.RESYNC
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host import programs
-from kproxy_core.host.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
+from kproxy_core.linux import programs
+from kproxy_core.linux.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 
 
 def test_a_program_reads_its_input_and_its_output_is_returned() -> None:

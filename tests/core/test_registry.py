@@ -7,24 +7,24 @@ from pathlib import Path
 import pluggy
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, SyncReport
-from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.backend.hookspecs import ENTRY_POINTS
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.config.flags import Flags
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.contract.hooks import ENTRY_POINTS
+from kproxy_core.contract.registry import PluginRefused, Registry, UnknownMode
+from kproxy_core.contract.values import BackendSettings, SyncReport
 from kproxy_core.model.address import Family
-from kproxy_core.process.choice import conclude
-from kproxy_core.process.terms import Configuration
+from kproxy_core.modes.choice import conclude
+from kproxy_core.modes.settings import Configuration
 from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.installed_plugins import install, on_path
 
 SETTINGS = BackendSettings((Family.IPV4,))
 
 PLUGIN = '''
-from kproxy_core.backend.api import *
-from kproxy_core.backend.errors import *
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.values import *
+from kproxy_core.contract.errors import *
+from kproxy_core.contract.hooks import hookimpl
 
 @hookimpl
 def kproxy_describe():
@@ -239,7 +239,7 @@ def test_if_no_mode_works_every_reason_is_given(put: Install) -> None:
 def test_an_observer_wraps_the_work_and_a_broken_one_is_left_out(put: Install, tmp_path: Path) -> None:
     put("good", good=plugin("good"))
     install(tmp_path, "watching", {}, watching_module='''
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 seen = []
 @hookimpl(wrapper=True)
 def kproxy_sync(update):

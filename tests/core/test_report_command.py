@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kproxy_core.cli.inspection.reporting import TOP, without_secrets
+from kproxy_core.cli.report import TOP, without_secrets
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, running
 from tests.core.test_cli import manifests, node

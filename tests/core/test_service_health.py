@@ -10,9 +10,9 @@ import pytest
 from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
-from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.service_health import ServiceHealth
-from kproxy_core.sync.family_plans import HealthCheck
+from kproxy_core.observe.health import ServiceHealth
+from kproxy_core.observe.server import HttpServer
+from kproxy_core.sync.plans import HealthCheck
 from tests.core.http_clients import eventually, free_port, free_ports, get, is_refused, serving, settle
 from tests.core.namespaces import own_network
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
-from kproxy_core.model.endpoint import Endpoint
-from kproxy_core.plan.candidates import endpoints_of
+from kproxy_core.model.service import Endpoint
+from kproxy_core.plan.endpoints import endpoints_of
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, serving_destinations
 from kproxy_core.testing.builders import (
     addresses,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.files.lock import FileLock
-from kproxy_core.host.namespaces import namespace_name
-from kproxy_core.host.netlink.commits import generation
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.linux.files import FileLock
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.namespaces import namespace_name
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nftables import generation
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy, running
 from tests.core.test_cli import configuration

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, parse_address
-from kproxy_core.model.endpoint import EndpointSlice, SliceName
-from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import ServiceName
-from kproxy_core.store.events import (
+from kproxy_core.model.events import (
     BadObject,
     Complete,
     Event,
@@ -24,7 +22,8 @@ from kproxy_core.store.events import (
     SliceGone,
     SliceSet,
 )
-from kproxy_core.store.store import Store
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
 from kproxy_core.testing.builders import cidrs, endpoint_slice, service, service_name
 
 V4, V6 = Family.IPV4, Family.IPV6

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Caveat
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.modes import retiring as retiring_module
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import BackendSettings, Caveat
+from kproxy_core.model.events import ServiceSet
+from kproxy_core.modes import retirement as retiring_module
 from kproxy_core.modes.journal import Entry, Phase
 from kproxy_core.modes.switch import SwitchFailed
-from kproxy_core.store.events import ServiceSet
 from kproxy_core.sync.node_facts import NodeSettings
 from tests.core.switch_room import DNS, SELF, V4, Room, names
 

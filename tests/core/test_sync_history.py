@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from kproxy_core.backend.api import Scope, SyncReport
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Scope, SyncReport
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.observe.sync_history import ChangeLog, SyncHistory
-from kproxy_core.store.store import Store
-from kproxy_core.sync.family_plans import FamilyPlans, Step
+from kproxy_core.observe.history import ChangeLog, SyncHistory
 from kproxy_core.sync.observer import Synced, SyncFailure
+from kproxy_core.sync.plans import FamilyPlans, Step
 
 
 def synced(changed: int, **fields: object) -> Synced:

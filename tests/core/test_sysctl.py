@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host import sysctl
-from kproxy_core.host.errors import HostError
+from kproxy_core.linux import sysctl
+from kproxy_core.linux.errors import HostError
 from tests.core.namespaces import Namespace, namespace
 
 CHECKOUT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_read_only_settings_fail_only_if_they_differ(inside: Namespace) -> None:
     """As in an unprivileged container."""
     program = f"""if True:
         from kproxy_core.host import sysctl
-        from kproxy_core.host.errors import HostError
+        from kproxy_core.linux.errors import HostError
         print(sysctl.ensure("{FORWARD}", 0))
         try:
             sysctl.ensure("{FORWARD}", 1)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kproxy_core.backend.api import Description, Detection, Requirement
+from kproxy_core.app import control
+from kproxy_core.app.control import ControlServer, RequestRefused
 from kproxy_core.cli import kproxy
 from kproxy_core.cli.modes import DescribedMode, Report, formatted
 from kproxy_core.cli.terminal import bad, hint
-from kproxy_core.modes import control
-from kproxy_core.modes.control import ControlServer, RequestRefused
+from kproxy_core.contract.values import Description, Detection, Requirement
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kproxy_core.timing.token_bucket import TokenBucket
+from kproxy_core.model.timing import TokenBucket
 
 
 def test_a_burst_passes_at_once_then_one_each_interval() -> None:

@@ -1,11 +1,9 @@
 """What happened to a packet, from the announcements about rules and flows."""
 
-from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
-from kproxy_core.host.tracing.events import TraceEvent
-from kproxy_core.host.tracing.packets import PATIENCE, FindDialled, TracedPacket, Tracer
-from kproxy_core.host.tracing.table import Match
+from kproxy_core.linux.conntrack import Change, Direction, FlowEvent
+from kproxy_core.linux.tracing import PATIENCE, FindDialled, Match, TracedPacket, TraceEvent, Tracer
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_core.testing.builders import destinations
 
 CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import Connections, Failure
-from kproxy_core.backend.errors import BackendError
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import Connections, Failure
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.traffic.owners import FrontendOwners
-from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.stored import StoredTotals
 
 V4 = Family.IPV4
 WEB = ServicePortKey("default", "web", "http", Protocol.TCP)
@@ -56,7 +53,7 @@ def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatc
     made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
     monkeypatch.setattr(made.failures, "start", lambda add_volumes: None)
     monkeypatch.setattr(made.failures, "read", lambda: None)
-    monkeypatch.setattr("kproxy_core.traffic.volumes.are_counted", lambda: False)
+    monkeypatch.setattr("kproxy_core.observe.traffic.are_counted", lambda: False)
     made.start()
     return made
 

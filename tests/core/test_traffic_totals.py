@@ -11,22 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.api import Connections, Failure, Handshake
-from kproxy_core.host.conntrack.volumes import Volume, Way
+from kproxy_core.contract.values import Connections, Failure, Handshake
+from kproxy_core.linux.conntrack import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.observe.metrics.traffic import (
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.observe.metrics import (
     SERVICE_COUNTERS,
     SERVICE_HISTOGRAM,
     Chosen,
     LimitedSeries,
     TrafficCollector,
 )
+from kproxy_core.observe.traffic import KEPT, Counts, Stored, StoredTotals, Totals
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.traffic.stored import Stored, StoredTotals
-from kproxy_core.traffic.totals import KEPT, Counts, Totals
-from kproxy_userspace.worker import attribution
+from kproxy_userspace.worker import counts as attribution
 
 V4 = Family.IPV4
 WEB = ServicePortKey("default", "web", "http", Protocol.TCP)

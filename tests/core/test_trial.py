@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.trial import Namespace, NoAnswer, ask
+from kproxy_core.linux.trial import Namespace, TrialUnanswered, ask
 from tests.core.other_user import NOBODY, as_nobody
 
 
@@ -50,14 +50,14 @@ def test_a_big_answer_arrives() -> None:
     ids=["crash", "exit", "error"],
 )
 def test_a_fork_that_crashes_gives_no_answer(how: object, told: str) -> None:
-    with pytest.raises(NoAnswer, match=told):
+    with pytest.raises(TrialUnanswered, match=told):
         ask(how)  # type: ignore[arg-type]
 
 
 def test_a_fork_that_hangs_is_killed() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text().split()
-    with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
+    with pytest.raises(TrialUnanswered, match=r"no answer within 0\.1 s"):
         ask(lambda _: time.sleep(600), timeout=0.1)
     assert set(children.read_text().split()) <= set(before)
 
@@ -67,7 +67,7 @@ def unprivileged(code: str) -> str:
     imports = (
         "import os, subprocess\n"
         "from kproxy_core.host import programs\n"
-        "from kproxy_core.host.trial import ask\n"
+        "from kproxy_core.linux.trial import ask\n"
     )
     return subprocess.run(
         as_nobody(sys.executable, "-c", f"{imports}{code}"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.endpoint import Endpoint
+from kproxy_core.model.service import Endpoint
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
 

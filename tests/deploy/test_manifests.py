@@ -12,9 +12,8 @@ import yaml
 from kproxy_core import __version__
 from kproxy_core.config.file import load
 from kproxy_core.config.flags import Flags
-from kproxy_core.config.settings import resolve
-from kproxy_core.config.write import written
-from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
+from kproxy_core.config.settings import resolve, written
+from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from tests.core.golden import golden
 from tests.deploy.objects import DEPLOY, Object, base, chart, containers
 

@@ -12,9 +12,7 @@ import pytest
 import yaml
 
 from kproxy_core.model.address import Family
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.metrics.traffic import TrafficCollector
+from kproxy_core.observe.metrics import Metrics, SyncMetrics, TrafficCollector
 
 CHECKOUT = Path(__file__).parents[2]
 MONITORING = CHECKOUT / "deploy" / "monitoring"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kproxy_core.process import preparation
+from kproxy_core.app import preparation
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, PATIENCE, Proxy, started
 from tests.deploy.objects import Object, base, containers

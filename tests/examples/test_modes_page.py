@@ -39,10 +39,10 @@ def test_cleaning_up_says_what_it_removes(printed: str) -> None:
 
 def test_what_the_page_quotes_is_what_kproxy_says() -> None:
     said = {
-        "falling back to another mode": "kproxy_core/process/choice.py",
-        "ModeFallback": "kproxy_core/process/assembly.py",
-        "kproxy_mode_fallback": "kproxy_core/observe/metrics/registry.py",
-        "Kproxy-Mode-Fallback-Reason": "kproxy_core/observe/http/routes.py",
+        "falling back to another mode": "kproxy_core/modes/choice.py",
+        "ModeFallback": "kproxy_core/app/assembly.py",
+        "kproxy_mode_fallback": "kproxy_core/observe/metrics.py",
+        "Kproxy-Mode-Fallback-Reason": "kproxy_core/observe/pages.py",
     }
     page = PAGE.read_text()
     for words, module in said.items():

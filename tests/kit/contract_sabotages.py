@@ -6,9 +6,9 @@ from collections.abc import Generator, Sequence
 
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import BackendSettings, Caveat, Damage, Leftovers, Scope, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import BackendSettings, Caveat, Damage, Leftovers, Scope, SyncReport, Update
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from tests.kit.sabotage import Sabotage, nft

@@ -6,8 +6,8 @@ from typing import Any
 from msgspec import structs
 from msgspec.structs import force_setattr, replace
 
-from kproxy_core.backend.api import Connections, KernelSide, Leftovers, Question, Update
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Connections, KernelSide, Leftovers, Question, Update
 from kproxy_core.model.address import Protocol
 from kproxy_core.plan.fate import Fate, Outcome
 from kproxy_core.plan.service_plan import ServicePlan

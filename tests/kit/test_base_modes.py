@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.errors import PluginFailed
+from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance import bench, contract, lifecycle
 from kproxy_core.testing.conformance.checks import Failed
@@ -59,7 +59,7 @@ def replacing(hook: str, base: str, instead: str = "") -> str:
     return plain.replace(base, instead) if instead else plain
 
 
-SYNC = ("kproxy_sync", "report = yield", "from kproxy_core.backend.api import SyncReport as R; report = R(0)")
+SYNC = ("kproxy_sync", "report = yield", "from kproxy_core.contract.values import SyncReport as R; report = R(0)")
 RENDER = ("kproxy_render", "return (yield) + f", "return f")
 
 

@@ -75,8 +75,8 @@ def test_mistakes_of_the_author_are_named(tmp_path: Path) -> None:
 
 def test_a_failure_says_what_must_hold_and_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from kproxy_core.backend.hookspecs import hookimpl\n"
-        "from kproxy_core.backend.api import SyncReport\n"
+        "from kproxy_core.contract.hooks import hookimpl\n"
+        "from kproxy_core.contract.values import SyncReport\n"
         "@hookimpl(wrapper=True)\ndef kproxy_sync():\n    yield\n    return SyncReport(0)\n"
     )
     done = pytest_in(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_ipvs.batch.servers import PutServer
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.batch import PutServer
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy

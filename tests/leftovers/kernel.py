@@ -4,8 +4,8 @@ import socket
 from functools import cache, partial
 from pathlib import Path
 
-from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
+from kproxy_core.linux import programs
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants

@@ -5,14 +5,12 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import KernelSide, Question, Update
-from kproxy_core.explain.answer import Json
-from kproxy_core.explain.difference import differences, packet_to, packets_to, stale
-from kproxy_core.explain.verdict import AGREES, judge
+from kproxy_core.app.explain import AGREES, Json, differences, judge, packet_to, packets_to, stale
+from kproxy_core.contract.values import KernelSide, Question, Update
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.candidates import Candidates
+from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kproxy_core.backend.api import Connections, Scope, Update
+from kproxy_core.contract.values import Connections, Scope, Update
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 from kproxy_core.testing.conformance.kernel_state import commits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 from msgspec import structs
 
-from kproxy_core.host.nftables.connection import Connection
-from kproxy_core.host.nftables.objects import (
+from kproxy_core.linux.nft_rules import Expression
+from kproxy_core.linux.nft_tables import (
     Chain,
     Command,
     Container,
@@ -19,8 +19,8 @@ from kproxy_core.host.nftables.objects import (
     completion,
     constants,
 )
-from kproxy_core.host.nftables.rules import Expression
-from kproxy_core.host.tracing.table import Match, marking_chains
+from kproxy_core.linux.nftables import Connection
+from kproxy_core.linux.tracing import Match, marking_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import Frontend
@@ -29,9 +29,8 @@ from kproxy_core.testing.conformance.features import everything
 from kproxy_ebpf.skeleton import notrack_layout, notrack_table
 from kproxy_nft import counting
 from kproxy_nftables import skeleton
-from kproxy_nftables.owned_chains import all_owned
-from kproxy_nftables.questions.detect import TEMPLATES
-from kproxy_nftables.skeleton import Extras
+from kproxy_nftables.detect import TEMPLATES
+from kproxy_nftables.skeleton import Extras, all_owned
 from kproxy_userspace.batch import nft_elements
 from kproxy_userspace.skeleton import nft_layout, nft_table
 from kproxy_userspace.wanted import Portal, Redirect

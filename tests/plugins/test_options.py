@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import InvalidOption
-from kproxy_core.backend.registry import Registry
 from kproxy_core.config.file import API_VERSION, KIND, decode
 from kproxy_core.config.flags import Flags
+from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.process.choice import conclude
-from kproxy_core.process.terms import Configuration
+from kproxy_core.modes.choice import conclude
+from kproxy_core.modes.settings import Configuration
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from kproxy_core.backend.api import Preview
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.values import Preview
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.bench import lonely_node

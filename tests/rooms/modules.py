@@ -49,7 +49,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The second part of the name: ``plan`` of ``kproxy_core.plan.usable``; "" of the package itself."""
+        """The second part of the name: ``plan`` of ``kproxy_core.plan.endpoints``; "" of the package itself."""
         return [*self.name.split("."), ""][1]
 
     @property

@@ -99,8 +99,8 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 """Imports that look like input or output and are not: inet_pton and inet_ntop."""
 
 ONLY_ENCODE = (
-    "kproxy_core.host.netlink.messages", "kproxy_core.host.netlink.nf_tables",
-    "kproxy_core.host.nftables.rules", "kproxy_core.host.nftables.objects",
+    "kproxy_core.linux.messages", "kproxy_core.linux.messages",
+    "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables",
 )  # fmt: skip
 """The pure modules of host, which pure modules may import."""
 
@@ -166,7 +166,7 @@ def plugins_speak_one_grammar(module: Module) -> Iterator[str]:
     for imported in module.imports():
         acts = imported.top in INPUT_AND_OUTPUT - {"logging", "time"} or (
             imported.module.startswith("kproxy_core.host.")
-            and not imported.module.startswith(("kproxy_core.host.errors", *ONLY_ENCODE)))
+            and not imported.module.startswith(("kproxy_core.linux.errors", *ONLY_ENCODE)))
         if acts:
             yield f"{module.name}:{imported.line} imports {imported.module}: this belongs in kernel"
 

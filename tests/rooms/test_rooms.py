@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from kproxy_core.backend.hookspecs import ENTRY_POINTS
+from kproxy_core.contract.hooks import ENTRY_POINTS
 from tests.rooms import rules
 from tests.rooms.modules import CHECKOUT, Module, modules_of_core, modules_of_plugins, modules_of_tests
 
@@ -140,9 +140,9 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.rooms_of_the_core, "kproxy_core.model.service", "import yaml"),
     (rules.rooms_of_the_core, "kproxy_core.model.service", "from kproxy_core.plan import usable"),
     (rules.rooms_of_the_core, "kproxy_core.model.service", "from ..plan.usable import Usable"),
-    (rules.rooms_of_the_core, "kproxy_core.plan.usable", "def f():\n    from kproxy_core.sync import loop"),
-    (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "import kproxy_core.store.events"),
-    (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "from kproxy_core import backend"),
+    (rules.rooms_of_the_core, "kproxy_core.plan.endpoints", "def f():\n    from kproxy_core.sync import loop"),
+    (rules.rooms_of_the_core, "kproxy_core.linux.sysctl", "import kproxy_core.model.events"),
+    (rules.rooms_of_the_core, "kproxy_core.linux.sysctl", "from kproxy_core import backend"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import kproxy_core.cli"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "from kproxy_core.observe.health import ProxyHealth"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import kproxy_core.config.settings"),
@@ -158,17 +158,17 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.plugins_speak_one_grammar, "kproxy_nftables.tables", "'A role of its own.'"),
     (rules.plugins_speak_one_grammar, "kproxy_nftables.family", "import subprocess"),
     (rules.plugins_speak_one_grammar, "kproxy_ipvs.family", "from kproxy_core.host import sysctl"),
-    (rules.pure_modules_do_no_io, "kproxy_core.plan.usable", "import logging"),
+    (rules.pure_modules_do_no_io, "kproxy_core.plan.endpoints", "import logging"),
     (rules.pure_modules_do_no_io, "kproxy_core.model.node", "from os import environ"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.wanted", "import time"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.batch", "from socket import AF_INET"),
-    (rules.pure_modules_do_no_io, "kproxy_ipvs.batch.sets", "import os"),
+    (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "import os"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables import kernel"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from .kernel import send"),
     (rules.pure_modules_do_no_io, "kproxy_ipvs.names", "from kproxy_core.host import sysctl"),
     (rules.pure_modules_do_no_io, "kproxy_xtables.removal", "from kproxy_xtables.tables import Tables"),
-    (rules.pure_modules_do_no_io, "kproxy_ipvs.questions.removal", "from kproxy_xtables import tables"),
-    (rules.pure_modules_do_no_io, "kproxy_core.host.netlink.messages", "import socket"),
+    (rules.pure_modules_do_no_io, "kproxy_ipvs.cleanup", "from kproxy_xtables import tables"),
+    (rules.pure_modules_do_no_io, "kproxy_core.linux.messages", "import socket"),
     (rules.core_names_no_backend, "kproxy_core.sync.loop", "if mode == 'nftables': pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "def start_ipvs(): pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "start(IPTables=1)"),
@@ -188,9 +188,9 @@ def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import queue, kproxy_core.host.conntrack.flows"),
+        (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import queue, kproxy_core.linux.conntrack"),
         (rules.rooms_of_the_core, "kproxy_core.cli", "import click, kproxy_core.sync.loop"),
-        (rules.rooms_of_the_core, "kproxy_core.plan.usable", "from .verdict import x; from ..model import y"),
+        (rules.rooms_of_the_core, "kproxy_core.plan.endpoints", "from .verdict import x; from ..model import y"),
         (rules.plugins_know_the_contract, "kproxy_ipvs.hooks", "import kproxy_xtables.tables, pyroute2"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.kernel", "import os, socket"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables.names import NAME"),

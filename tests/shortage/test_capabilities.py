@@ -6,7 +6,7 @@ from tests.shortage.node import node, vip
 
 _THIEF = '''
 import ctypes, os, struct
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.hooks import hookimpl
 
 @hookimpl(wrapper=True, tryfirst=True)
 def kproxy_sync(update):

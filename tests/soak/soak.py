@@ -17,8 +17,8 @@ from pathlib import Path
 
 import yaml
 
+from kproxy_core.model.timing import LONGEST
 from kproxy_core.testing.conformance.kernel_state import difference
-from kproxy_core.timing.backoff import LONGEST
 from tests.soak.api import Churn
 from tests.soak.damage import DAMAGES, UNANNOUNCED, WHILE_ENDED, Damage, Node
 from tests.soak.ledger import Ledger, Window, leaks

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import Backend, BackendSettings, Leftovers, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Backend, BackendSettings, Leftovers, SyncReport, Update
 
 _TIMES = 3
 """Attempts of each step."""

@@ -1,6 +1,7 @@
 """A backend that reports success and programs nothing: only a connection reveals it."""
 
-from kproxy_core.backend.api import (
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import (
     BackendSettings,
     Damage,
     Description,
@@ -10,7 +11,6 @@ from kproxy_core.backend.api import (
     SyncReport,
     Update,
 )
-from kproxy_core.backend.hookspecs import hookimpl
 
 
 class Hollow:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import (
     Backend,
     BackendSettings,
     Caveat,
@@ -12,7 +13,6 @@ from kproxy_core.backend.api import (
     Requirement,
     Update,
 )
-from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "plain"
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import Damage, Scope, SyncReport, Update
-from kproxy_core.backend.errors import TrustLost
-from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.contract.errors import TrustLost
+from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.values import Damage, Scope, SyncReport, Update
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_plain.rules import Rules, base_rules, count_changes, service_rules, table_text, together

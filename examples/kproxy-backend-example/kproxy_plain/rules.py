@@ -11,9 +11,8 @@ from hashlib import sha256
 from ipaddress import collapse_addresses, ip_network
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 
 TABLE = "kproxy-plain"

@@ -4,8 +4,8 @@ import signal
 import subprocess
 from collections.abc import Iterable
 
-from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Leftovers
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_plain.rules import NFT_FAMILY, TABLE, Rules, base_rules, commands, parse_table, table_text

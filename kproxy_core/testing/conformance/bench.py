@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.testing.conformance import kernel_state

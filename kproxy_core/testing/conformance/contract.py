@@ -4,9 +4,9 @@ import random
 from dataclasses import replace
 from functools import partial
 
-from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 from kproxy_core.testing.conformance import kernel_state

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attribute
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.linux.messages import NETLINK_NETFILTER, NFGENMSG, attribute
+from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.testing.network.namespaces import CommandFailed, run
 
 _LEGACY = {

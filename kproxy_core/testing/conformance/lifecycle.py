@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kproxy_core.backend.api import CONTRACT, Caveat, Detection, Leftovers
-from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.values import CONTRACT, Caveat, Detection, Leftovers
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance import kernel_state, rendering

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from weakref import WeakSet
 
-from kproxy_core.backend.api import BackendSettings, Damage, Leftovers, SyncReport, Update
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import Registry
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings, Damage, Leftovers, SyncReport, Update
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey

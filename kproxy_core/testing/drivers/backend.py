@@ -17,24 +17,21 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.backend.registry import Registry
+from kproxy_core.app.answers import answers, cases_of, snapshots
 from kproxy_core.config.file import decode
 from kproxy_core.config.flags import Flags
-from kproxy_core.host.netlink.addresses import AddressWatch
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Leftovers
+from kproxy_core.kube.directory import Inventory, read_manifest
+from kproxy_core.kube.store import Store
+from kproxy_core.linux.addresses import AddressWatch
 from kproxy_core.model.address import Family, format_address
-from kproxy_core.modes.starting import start_backend
-from kproxy_core.process.inspection.explaining import answers, cases_of
-from kproxy_core.process.inspection.snapshot import snapshots
-from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
-from kproxy_core.sources.directory.inventory import Inventory
-from kproxy_core.sources.directory.manifests import read_manifest
-from kproxy_core.store.store import Store
-from kproxy_core.sync.early_connections import EarlyConnections
+from kproxy_core.modes.settings import Configuration, backend_settings, node_settings, pacing
+from kproxy_core.modes.switch import start_backend
+from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
-from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
 from kproxy_core.testing.conformance.kernel_state import stop_translating, translate_addresses
 from kproxy_core.testing.drivers.driver import (
     NO_OPTIONS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.backend.api import Leftovers
+from kproxy_core.contract.values import Leftovers
 from kproxy_core.testing.network.addresses import FAMILIES, resolve
 from kproxy_core.testing.network.dialing import http_get, wait_until
 from kproxy_core.testing.network.namespaces import Namespace

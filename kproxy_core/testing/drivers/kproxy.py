@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.modes.control import send_request
+from kproxy_core.app.control import send_request
 from kproxy_core.testing.apiserver.server import Server
 from kproxy_core.testing.apiserver.store import Store
 from kproxy_core.testing.drivers.driver import NO_OPTIONS, Options, ProxyDriver

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.backend.api import Leftovers
+from kproxy_core.contract.values import Leftovers
 from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Unavailable
 from kproxy_core.testing.network import dialing
 from kproxy_core.testing.network.addresses import expand, resolve

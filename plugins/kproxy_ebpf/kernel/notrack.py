@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.attempts import problem_of
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.commits import generation
-from kproxy_core.host.nftables.connection import Connection
-from kproxy_core.host.nftables.objects import Command, commands_text, completion
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.nft_tables import Command, commands_text, completion
+from kproxy_core.linux.nftables import Connection, generation
+from kproxy_core.linux.trial import problem_of
 from kproxy_core.model.address import Family
 from kproxy_ebpf.names import NOTRACK_TABLE
 from kproxy_ebpf.skeleton import notrack_layout, notrack_table

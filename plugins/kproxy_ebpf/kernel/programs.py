@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.linux.errors import HostError
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
 from kproxy_ebpf.names import KINDS, MAPS, OBJECT_PREFIX
 

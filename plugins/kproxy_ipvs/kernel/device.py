@@ -10,16 +10,17 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from kproxy_core.host.errors import HostError, doing
-from kproxy_core.host.netlink.addresses import (
+from kproxy_core.linux.addresses import (
     IFA_ADDRESS,
     IFA_LOCAL,
     IFADDRMSG,
     RTM_DELADDR,
     RTM_NEWADDR,
     read_interface_addresses,
+    read_route,
 )
-from kproxy_core.host.netlink.messages import (
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.messages import (
     NETLINK_ROUTE,
     NLM_F_CREATE,
     NLM_F_EXCL,
@@ -28,8 +29,7 @@ from kproxy_core.host.netlink.messages import (
     attribute,
     text_attribute,
 )
-from kproxy_core.host.netlink.routes import read_route
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.names import DEVICE
 

@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from kproxy_core.host import programs, sysctl
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.modules import kernel_version
+from kproxy_core.linux import programs, sysctl
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.modules import kernel_version
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.wanted import schedulers
 

@@ -4,12 +4,12 @@ import errno
 import os
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError, doing
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, Request
-from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
+from kproxy_core.linux import programs
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.messages import NETLINK_NETFILTER, Request
+from kproxy_core.linux.netlink import NetlinkSocket, Refusal
 from kproxy_core.model.address import Family
-from kproxy_ipvs.batch import sets as messages
+from kproxy_ipvs import batch as messages
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.wanted import Element
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.contract.errors import SyncFailed
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
+from kproxy_userspace.worker.counts import GAUGES, Counter, make_counts, open_counts
 from kproxy_userspace.worker.wire import Close, Order, Serve, WorkerSettings
 
 _ANSWER_SECONDS = 30.0

@@ -1,15 +1,13 @@
-"""The relay worker's program: one event loop that obeys orders from a socket.
+"""The relay worker's program: one event loop that obeys orders from a socket."""
 
-A worker is a fresh interpreter that imports little, so it is small. All workers listen on the same ports
-(SO_REUSEPORT), and the kernel distributes the clients.
-"""
-
+import ctypes
 import gc
 import os
 import random
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterable
@@ -20,16 +18,49 @@ from weakref import WeakValueDictionary
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.attribution import Counted, Tally
 from kproxy_userspace.worker.balancer import Balancer, Clients
-from kproxy_userspace.worker.capabilities import drop_capabilities
-from kproxy_userspace.worker.counters import Counts, open_counts
+from kproxy_userspace.worker.counts import Counted, Counts, Tally, open_counts
 from kproxy_userspace.worker.events import READ, Events
-from kproxy_userspace.worker.half_closed import HalfClosed
-from kproxy_userspace.worker.resources import DialSockets, Pipes, Resources
-from kproxy_userspace.worker.tcp import Connection, Listener
-from kproxy_userspace.worker.udp import UdpRelay
+from kproxy_userspace.worker.relays import (
+    Connection,
+    DialSockets,
+    HalfClosed,
+    Listener,
+    Pipes,
+    Resources,
+    UdpRelay,
+)
 from kproxy_userspace.worker.wire import WorkerSettings
+
+# Capabilities of a worker, which handles the bytes of clients (linux/capability.h).
+
+_VERSION_3 = 0x20080522
+_NET_BIND_SERVICE = 1 << 10
+_SETS = struct.Struct("=6I")
+"""Effective, permitted and inheritable, of the capabilities 0 to 31; then of the others."""
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def drop_capabilities() -> None:
+    """Keep at most CAP_NET_BIND_SERVICE, which the ports of Services may need, for good. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("=Ii", _VERSION_3, 0)
+    sets = ctypes.create_string_buffer(_SETS.size)
+    _check(libc.capget(header, sets))
+    kept = _SETS.unpack(sets.raw)[1] & _NET_BIND_SERVICE
+    _check(libc.capset(header, _SETS.pack(kept, kept, 0, 0, 0, 0)))
+    _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+# The relay worker's program: one event loop that obeys orders from a socket.
+#
+# A worker is a fresh interpreter that imports little, so it is small. All workers listen on the same
+# ports (SO_REUSEPORT), and the kernel distributes the clients.
 
 _EXPIRY_SECONDS = 30.0
 """Interval at which expired affinity entries are dropped."""

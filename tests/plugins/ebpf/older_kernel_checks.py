@@ -4,7 +4,7 @@
 def test_a_family_that_lacks_what_notrack_needs_is_named() -> None:
     """The guest's nft_socket is built without IPv6."""
     from kproxy_core.model.address import Family
-    from kproxy_ebpf.questions.detect import lacking
+    from kproxy_ebpf.detect import lacking
     from kproxy_ebpf.settings import Settings
 
     problems = [problem for problem in lacking(Settings(notrack_mark=1 << 12)) if "socket in nf" in problem]
@@ -17,6 +17,6 @@ def test_a_family_that_lacks_what_notrack_needs_is_named() -> None:
 
 def test_connected_udp_is_left_to_the_rules() -> None:
     """The guest's kernel has no CONFIG_INET_DIAG_DESTROY."""
-    from kproxy_core.host.netlink.udp_sockets import udp_destruction_problem
+    from kproxy_core.linux.udp_sockets import udp_destruction_problem
 
     assert udp_destruction_problem() == "the kernel has no CONFIG_INET_DIAG_DESTROY"

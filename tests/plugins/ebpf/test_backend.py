@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names

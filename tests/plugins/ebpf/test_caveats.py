@@ -5,7 +5,7 @@ import pytest
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
-from kproxy_ebpf.questions.caveats import caveats
+from kproxy_ebpf.detect import caveats
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 MASQUERADING = node_view("node1", pods="10.244.1.0/24", masquerade_all=True)

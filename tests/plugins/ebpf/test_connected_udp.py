@@ -13,12 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.host.netlink import udp_sockets
-from kproxy_core.host.netlink.udp_sockets import (
-    connected_udp_sockets,
-    destroy_udp_sockets,
-    udp_destruction_problem,
-)
+from kproxy_core.linux import udp_sockets
+from kproxy_core.linux.udp_sockets import connected_udp_sockets, destroy_udp_sockets, udp_destruction_problem
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Carried, Connections, Failure, Handshake
+from kproxy_core.contract.values import BackendSettings, Carried, Connections, Failure, Handshake
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan

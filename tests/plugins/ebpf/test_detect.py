@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.backend.errors import InvalidOption
-from kproxy_core.host.modules import Modules
+from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.values import BackendSettings, Detection
+from kproxy_core.linux.modules import Modules
 from kproxy_core.model.address import Family
+from kproxy_ebpf import detect as questions
 from kproxy_ebpf import names
+from kproxy_ebpf.detect import detect, lacking
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.questions import detect as questions
-from kproxy_ebpf.questions.detect import detect, lacking
 from kproxy_ebpf.settings import Settings, read_settings
 
 _PROG_ATTACH = 8
@@ -38,7 +38,7 @@ def probe(settings: Settings) -> Detection:
 def lacking_with(capabilities: str, settings: Settings) -> str:
     """Return what a process with these *capabilities* finds lacking; `setpriv` describes them."""
     program = (
-        "from kproxy_ebpf.questions.detect import lacking; from kproxy_ebpf.settings import Settings\n"
+        "from kproxy_ebpf.detect import lacking; from kproxy_ebpf.settings import Settings\n"
         f"print('; '.join(lacking({settings!r})))"
     )
     limit = ["setpriv", f"--bounding-set={capabilities}", f"--inh-caps={capabilities}"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy_core.model.address import parse_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_ebpf.inspection.dialled import dialled
+from kproxy_core.model.service import Destination
+from kproxy_ebpf.explain import dialled
 from tests.plugins.ebpf.node import NODE, PORT, REMOTE, REMOTE6, Node, node
 from tests.plugins.ebpf.sockets import Sockets
 from tests.plugins.ebpf.test_translation import MAPPED, TCP, V4, V6, WEB, WEB6, Way

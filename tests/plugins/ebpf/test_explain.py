@@ -5,15 +5,14 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import KernelObject, KernelSide
+from kproxy_core.contract.values import KernelObject, KernelSide
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
+from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.inspection.explain import explain
-from kproxy_ebpf.kernel.pinned import pinned_maps
-from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.port import Kernel, pinned_maps
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from tests.plugins.explained import agrees, decided, questions

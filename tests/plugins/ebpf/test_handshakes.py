@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import Handshake
+from kproxy_core.contract.values import Handshake
 from tests.core.late_endpoints import Lateness, handshake_of, late_endpoints
 from tests.plugins.ebpf.node import Node, node
 from tests.plugins.ebpf.sockets import Sockets

@@ -14,22 +14,20 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Update
-from kproxy_core.backend.errors import SyncFailed, TrustLost
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract.values import BackendSettings, Update
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.testing.open_files import open_files
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP, client_key
+from kproxy_ebpf.cleanup import GRACE, cleanup, retire
+from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf, port
-from kproxy_ebpf.kernel.pinned import pinned_maps
-from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.port import Kernel, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
-from kproxy_ebpf.questions.cleanup import cleanup
-from kproxy_ebpf.questions.detect import lacking
-from kproxy_ebpf.questions.retire import GRACE, retire
 from kproxy_ebpf.settings import Settings
 from tests.core.namespaces import namespace
 from tests.deploy.objects import DEPLOY
@@ -275,7 +273,7 @@ def test_a_process_that_may_not_call_bpf_ends_the_programs_of_an_earlier_one(
     kernel.close()
     call = "retire(settings)" if remove == "retire" else "cleanup(settings, dry_run=False)"
     program = (
-        "from kproxy_core.backend.api import BackendSettings\n"
+        "from kproxy_core.contract.values import BackendSettings\n"
         f"from kproxy_ebpf.questions.{remove} import {remove}\n"
         "from tests.deploy import seccomp\n"
         f"settings = BackendSettings((), options={backend_settings(settings).options!r})\n"
@@ -537,8 +535,8 @@ def test_a_compiler_that_fails_says_why(
 def test_a_machine_without_bcc_is_told_what_to_install(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kproxy_ebpf.questions.detect.Compilation", partial(Compilation, str(tmp_path)))
-    monkeypatch.setattr("kproxy_ebpf.questions.detect.has_compiler", lambda: False)
+    monkeypatch.setattr("kproxy_ebpf.detect.Compilation", partial(Compilation, str(tmp_path)))
+    monkeypatch.setattr("kproxy_ebpf.detect.has_compiler", lambda: False)
     assert [problem for problem in lacking(settings) if "python3-bpfcc" in problem]
 
 

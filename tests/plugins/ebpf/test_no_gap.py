@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.errors import TrustLost
+from kproxy_core.contract.errors import TrustLost
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState

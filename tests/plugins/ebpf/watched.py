@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kproxy_core.backend.api import Carried
+from kproxy_core.contract.values import Carried
 from tests.core.namespaces import Namespace
 
 _ETH_P_ALL, _ETH_P_IP, _ETH_P_IPV6 = 0x0003, 0x0800, 0x86DD

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import yaml
 
-from kproxy_core.backend.api import Update
 from kproxy_core.config.file import decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, DetectLocalMode, resolve
+from kproxy_core.contract.values import Update
+from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICES
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.events import Event
 from kproxy_core.model.node import LocalSource
-from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICES
 from kproxy_core.plan.service_plan import plan_service
-from kproxy_core.store.events import Event
-from kproxy_core.store.store import Store
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.testing.builders import full_update
 from tests.core.golden import GOLDEN

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.explain.answer import Json
+from kproxy_core.app.explain import Json
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_iptables.backend import IptablesBackend

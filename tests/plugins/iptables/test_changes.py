@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host import sysctl
+from kproxy_core.contract.errors import TrustLost
+from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan

@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.privileges import without_privileges
-from kproxy_iptables.questions.cleanup import cleanup
+from kproxy_iptables.cleanup import cleanup
 from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_state, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain
 
@@ -129,7 +129,7 @@ def test_an_interface_that_the_kernel_lacks_is_not_an_error(
                 f'echo "{complaint}" >&2; exit 3\n'
             )
             program.chmod(0o755)
-    monkeypatch.setattr("kproxy_core.host.programs._PATH", str(tmp_path))
+    monkeypatch.setattr("kproxy_core.linux.programs._PATH", str(tmp_path))
     left = cleanup(dry_run=False)
     assert (left.removed, len(left.errors)) == ((), errors)
 

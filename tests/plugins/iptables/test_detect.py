@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.host import privileges, programs, trial
-from kproxy_iptables.questions.detect import detect
+from kproxy_core.contract.values import BackendSettings, Detection
+from kproxy_core.linux import process, programs, trial
+from kproxy_iptables.detect import detect
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 
 BOTH = BackendSettings((V4, V6))
@@ -91,7 +91,7 @@ def test_each_variant_has_its_own_required_privileges(
     netns: None, interface: str, held: set[str], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(interface, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
-    monkeypatch.setattr(privileges, "held", lambda: frozenset(held))
+    monkeypatch.setattr(process, "held", lambda: frozenset(held))
     detection = tried(BOTH)
     assert detection.usable is (not missing)
     assert detection.because == missing or not missing

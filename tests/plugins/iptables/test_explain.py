@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_iptables.backend import IptablesBackend

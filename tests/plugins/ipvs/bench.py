@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.app import preparation
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.process import preparation
 from kproxy_core.testing.builders import (
     changed_update,
     endpoint_slice,
@@ -25,9 +25,9 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.backend import IpvsBackend
+from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
-from kproxy_ipvs.questions.cleanup import cleanup
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.wanted import Style
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address, parse_address
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import DeleteServer, Operation, PutDestination, PutServer
+from kproxy_ipvs.batch import DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
 
 ENDPOINTS = 5

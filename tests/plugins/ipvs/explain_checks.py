@@ -12,12 +12,12 @@ from random import Random
 
 import pytest
 
-from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.contract.values import KernelSide, Question
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.network.addresses import FAMILIES
-from kproxy_ipvs.inspection.explain import explain, frontends
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.explain import explain, frontends
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.settings import Settings
 from tests.conformance.any_services import World
 from tests.conformance.test_explained import PlayHere, is_load_balanced, objects_of

@@ -11,19 +11,19 @@ from queue import Queue
 
 import pytest
 
-from kproxy_core.backend.api import Preview
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract.values import Preview
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.batch.servers import DeleteServer, PutDestination, PutServer
-from kproxy_ipvs.kernel import device, listing, sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
-from kproxy_ipvs.questions.cleanup import cleanup
-from kproxy_ipvs.questions.retire import retire
+from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
+from kproxy_ipvs.cleanup import cleanup
+from kproxy_ipvs.kernel import connections, device, sets
+from kproxy_ipvs.kernel.servers import VirtualServers
+from kproxy_ipvs.retire import retire
 from kproxy_ipvs.settings import SCHEDULERS
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 from kproxy_xtables.rules import ChainKey
@@ -481,7 +481,7 @@ def test_connection_timeouts_are_set(make: Callable[..., IpvsBackend], pods: tup
     ):
         assert answers(connection)
         datagrams.sendto(b"hello", ("10.96.0.2", 53))
-        rows = [line.split() for line in listing.CONNECTIONS.read_text().splitlines()]
+        rows = [line.split() for line in connections.CONNECTIONS.read_text().splitlines()]
     expires = {(row[0], row[7]): int(row[8]) for row in rows[1:] if row[3] in ("0A600001", "0A600002")}
     assert 700 < expires["TCP", "ESTABLISHED"] <= 777
     assert 500 < expires["UDP", "UDP"] <= 555

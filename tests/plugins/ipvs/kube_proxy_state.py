@@ -4,16 +4,16 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from kproxy_core.backend.api import Update
+from kproxy_core.contract.values import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import PutDestination, PutServer
-from kproxy_ipvs.inspection.explain import State
+from kproxy_ipvs.batch import PutDestination, PutServer
+from kproxy_ipvs.explain import State
 from kproxy_ipvs.kernel import sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.names import FILTER, NAT, SetKind
 from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
 from kproxy_xtables.rules import REJECT, ChainKey

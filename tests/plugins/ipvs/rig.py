@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import (
     changed_update,
@@ -25,7 +24,7 @@ from kproxy_core.testing.builders import (
 from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.wanted import ServerKey
 
 Plans = dict[ServicePortKey, ServicePlan]

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Failure, Update
-from kproxy_core.host.nftables.lookup import table_exists
+from kproxy_core.contract.values import BackendSettings, Failure, Update
+from kproxy_core.linux.nftables import table_exists
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.builders import (
     addresses,
@@ -31,17 +32,14 @@ from kproxy_core.testing.builders import (
     service,
 )
 from kproxy_core.testing.network.namespaces import Namespace
-from kproxy_core.traffic.owners import FrontendOwners
-from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.stored import StoredTotals
 from kproxy_iptables.backend import IptablesBackend
-from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
+from kproxy_iptables.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.kernel import device, listing
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.cleanup import cleanup
+from kproxy_ipvs.kernel import connections, device
+from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
-from kproxy_ipvs.questions.cleanup import cleanup
-from kproxy_ipvs.questions.retire import retire
+from kproxy_ipvs.retire import retire
 from kproxy_ipvs.wanted import ServerKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
@@ -259,7 +257,7 @@ def test_connections_survive_a_switch_to_iptables(
     own_flows = [lab.datagrams(net.dns, 53, inside=True) for _ in range(4)]
     answering = list(map(answered_by, [*flows, *own_flows]))
     assert all(map(answers, held))
-    until(lambda: listing.count_closing().total() == 1)
+    until(lambda: connections.count_closing().total() == 1)
     late = lab.datagrams(net.dns, 53)
     late.send(b"wait")
 
@@ -299,7 +297,7 @@ def test_connections_survive_a_switch_to_iptables(
     assert device.read(family)[0] == set(addresses(net.dns))
     assert not kernel.read(family)
     # A connection of IPVS that ends now would delete the new flow, between a datagram and its answer.
-    until(lambda: not any(line.startswith("UDP") for line in read(listing.CONNECTIONS)))
+    until(lambda: not any(line.startswith("UDP") for line in read(connections.CONNECTIONS)))
     assert all(map(answers, [*flows, *own_flows]))
     for flow in own_flows:
         flow.close()

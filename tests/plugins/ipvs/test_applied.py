@@ -13,7 +13,7 @@ from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, pl
 from kproxy_ipvs import applied as state
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare_all
-from kproxy_ipvs.batch.servers import DeleteDestination, PutDestination, PutServer
+from kproxy_ipvs.batch import DeleteDestination, PutDestination, PutServer
 from kproxy_ipvs.wanted import Style
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1")

@@ -5,13 +5,12 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import Update
-from kproxy_core.explain.answer import Json
-from kproxy_core.explain.verdict import DEVIATES, judge
+from kproxy_core.app.explain import DEVIATES, Json, judge
+from kproxy_core.contract.values import Update
 from kproxy_core.model.address import format_socket
 from kproxy_core.plan.fate import Outcome
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs.inspection.explain import State, side_of
+from kproxy_ipvs.explain import State, side_of
 from tests.plugins.explained import KnownPlans, decided, differences_of, questions_about
 from tests.plugins.iptables import golden_cases
 from tests.plugins.ipvs.kube_proxy_state import kube_proxys_state

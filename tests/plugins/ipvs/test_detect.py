@@ -2,12 +2,12 @@
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.backend.errors import InvalidOption, Unsupported
-from kproxy_core.host import programs, trial
+from kproxy_core.contract.errors import InvalidOption, Unsupported
+from kproxy_core.contract.values import BackendSettings, Detection
+from kproxy_core.linux import programs, trial
 from kproxy_core.model.address import Family
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.questions.detect import detect
+from kproxy_ipvs.detect import detect
 
 BOTH = BackendSettings(tuple(Family), options={"scheduler": "none"})
 

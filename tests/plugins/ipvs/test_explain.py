@@ -3,9 +3,9 @@
 import pytest
 
 from kproxy_core.model.address import Family, parse_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_ipvs.inspection.explain import explain
-from kproxy_ipvs.kernel.listing import parse_template
+from kproxy_core.model.service import Destination
+from kproxy_ipvs.explain import explain
+from kproxy_ipvs.kernel.connections import parse_template
 from kproxy_ipvs.settings import Settings
 from tests.plugins.explained import agrees, questions
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
-from kproxy_ipvs.inspection.render import render_text
+from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import Settings, read_settings
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1")

@@ -2,15 +2,15 @@
 
 import pytest
 
-from kproxy_core.host.conntrack.flows import Flow
+from kproxy_core.linux.conntrack import Flow
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
-from kproxy_ipvs.kernel import listing
-from kproxy_ipvs.kernel.listing import Translation
-from kproxy_ipvs.questions.retire import count_untranslated, judge, short_circuits
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.kernel import connections
+from kproxy_ipvs.kernel.connections import Translation
+from kproxy_ipvs.retire import count_untranslated, judge, short_circuits
 from kproxy_ipvs.wanted import ServerKey
 
 VIP = parse_address("10.96.0.1")
@@ -49,7 +49,7 @@ fd00:0001:0000:0000:0000:0000:0000:0005 1F90 FIN_WAIT     115
 
 def test_parse_real_servers() -> None:
     v6 = Destination(parse_address("fd00:1::5"), 53)
-    assert listing.parse_real_servers(SERVERS.splitlines(keepends=True)) == {
+    assert connections.parse_real_servers(SERVERS.splitlines(keepends=True)) == {
         WEB: [Listed(ONE, 1, 2, 3), Listed(TWO, 0, 0, 0)],
         ServerKey(Family.IPV6, 0, parse_address("fd00::1"), Protocol.UDP, 53): [Listed(v6, 1, 0, 7)],
         ServerKey(Family.IPV4, 0, VIP, Protocol.SCTP, 9): [],
@@ -60,7 +60,7 @@ def test_parse_closing_connections() -> None:
     v6 = Translation(
         Frontend(parse_address("fd00::1"), Protocol.TCP, 80), Destination(parse_address("fd00:1::5"), 8080)
     )
-    closing = listing.parse_closing(CONNECTIONS.splitlines(keepends=True))
+    closing = connections.parse_closing(CONNECTIONS.splitlines(keepends=True))
     assert closing == {Translation(TO_WEB, ONE): 1, Translation(TO_WEB, TWO): 1, v6: 1}
 
 
@@ -72,10 +72,10 @@ def test_parse_connections_from_vips() -> None:
    2: 0100600A:A002 0100600A:0050 06 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
    3: 0100007F:A003 0100600A:0050 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
 """
-    assert listing.parse_connected_from({VIP}, v4.splitlines()) == {VIP: 1}
+    assert connections.parse_connected_from({VIP}, v4.splitlines()) == {VIP: 1}
     vip = parse_address("fd00::1")
     v6 = "0: 000000FD000000000000000001000000:A000 000000FD000000000000000001000000:0050 08 0:0 0:0 0 0 0"
-    assert listing.parse_connected_from({vip}, [v6]) == {vip: 1}
+    assert connections.parse_connected_from({vip}, [v6]) == {vip: 1}
 
 
 JUDGED = [

@@ -8,7 +8,7 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.batch.rules import difference as rules_difference
+from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import sets
 from kproxy_ipvs.wanted import Element
 from kproxy_xtables.tables import Tables

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.nftables.connection import Connection
-from kproxy_core.host.nftables.objects import Layout, commands_text, constants, difference
+from kproxy_core.linux.nft_tables import Layout, commands_text, constants, difference
+from kproxy_core.linux.nftables import Connection
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_core.testing.drivers.backend import BackendDriver

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from kproxy_core.backend.api import Update
+from kproxy_core.contract.values import Update
 from kproxy_core.model.address import Family, format_address
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import LocalSource
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 
 _KEY = "inet_proto . inet_service"

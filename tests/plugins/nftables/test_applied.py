@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.model.address import Address, format_address
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables.applied import Applied, Contents, arrange, compare_all, dict_of, held_elements

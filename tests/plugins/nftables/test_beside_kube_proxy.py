@@ -9,16 +9,16 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import BackendError
-from kproxy_core.explain.answer import Json
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.libnftables import texts
-from kproxy_core.host.libnftables.texts import list_table
+from kproxy_core.app.explain import Json
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import BackendSettings
+from kproxy_core.linux import libnftables
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.libnftables import list_table
 from kproxy_core.model.address import Family, format_address, format_socket
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
-from kproxy_nftables.inspection.explain import explain, frontends
+from kproxy_nftables.explain import explain, frontends
 from tests.nft_releases.releases import BOOKWORM, RELEASES, TRIXIE, Release
 from tests.plugins.explained import KnownPlans, differences_of, questions, questions_about
 from tests.plugins.iptables import golden_cases
@@ -57,15 +57,15 @@ def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
         lost = dict(plans.plans) | {plan.key: structs.replace(plan, cluster=plan.cluster[:1])}
         run(f"delete table {plan.family.ip} kube-proxy")
         run(kube_proxys_table(replace(golden_cases.update(case), plans=lost)))
-        texts = {each["difference"] for each in found_in(plans) if each["service_port"] == str(plan.key)}
-        assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in texts
+        found = {each["difference"] for each in found_in(plans) if each["service_port"] == str(plan.key)}
+        assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in found
 
 
 @on_each
 def test_tables_of_a_newer_nft_do_not_hide_kube_proxys(
     release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "interpreters", lambda: [release.python])
+    monkeypatch.setattr(libnftables, "interpreters", lambda: [release.python])
     with beside_kube_proxy("clusterip-tcp-ipv4", BOOKWORM.nft) as plans:
         run("table ip foreign { set s { type ifname; }; }", TRIXIE.nft)
         assert found_in(plans) == []
@@ -75,7 +75,7 @@ def test_tables_of_a_newer_nft_do_not_hide_kube_proxys(
 def test_a_table_of_kube_proxy_that_crashes_libnftables_is_named(
     release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "interpreters", lambda: [release.python])
+    monkeypatch.setattr(libnftables, "interpreters", lambda: [release.python])
     with beside_kube_proxy("clusterip-tcp-ipv4", TRIXIE.nft) as plans:
         sides = explain(questions_about(plans.plans, plans.node), live=True)
         if release is TRIXIE:

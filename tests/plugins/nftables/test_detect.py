@@ -4,19 +4,17 @@ import subprocess
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.host import privileges, trial
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages
-from kproxy_core.host.netlink.nf_tables import KIND
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.nftables.objects import DORMANT, OWNER, PERSIST, Chain
-from kproxy_core.host.nftables.rules import Expression, Statement
+from kproxy_core.contract.values import BackendSettings, Detection
+from kproxy_core.linux import process, trial
+from kproxy_core.linux.messages import KIND, NETLINK_NETFILTER, NFGENMSG, attributes, messages
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nft_rules import Expression, Statement
+from kproxy_core.linux.nft_tables import DORMANT, OWNER, PERSIST, Chain
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view
 from kproxy_nftables.backend import NftablesBackend
+from kproxy_nftables.detect import FEATURES, Feature, detect, lacking
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions.detect import detect
-from kproxy_nftables.questions.features import FEATURES, Feature, lacking
 
 pytestmark = pytest.mark.usefixtures("netns")
 
@@ -55,7 +53,7 @@ def test_without_a_trial_the_kernel_checks_the_rules_without_applying_them() -> 
 
 
 def test_a_refused_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_nftables.questions.detect.FEATURES", (*FEATURES, UNHEARD))
+    monkeypatch.setattr("kproxy_nftables.detect.FEATURES", (*FEATURES, UNHEARD))
     missing = [r for r in tried().requirements if not r.met]
     assert [r.what for r in missing] == ["ip: quantum lookup", "ip6: quantum lookup"]
 
@@ -69,7 +67,7 @@ def test_an_old_kernel_with_all_features_is_accepted(release: str, monkeypatch: 
 
 
 def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privileges, "held", frozenset)
+    monkeypatch.setattr(process, "held", frozenset)
     found = detect(BOTH, None, load_modules=False)
     assert found.refuted
     assert found.because == "CAP_NET_ADMIN: not held. run as root or with CAP_NET_ADMIN"
@@ -110,7 +108,7 @@ WITH_FLOWTABLE = BackendSettings(families=tuple(Family), options={"flowtable": [
 
 
 def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_nftables.questions.detect.FLOW_OFFLOAD", UNHEARD)
+    monkeypatch.setattr("kproxy_nftables.detect.FLOW_OFFLOAD", UNHEARD)
     found = trial.ask(lambda namespace: detect(WITH_FLOWTABLE, namespace, load_modules=False))
     assert found.usable, found.because
     optional = [r.found for r in found.requirements if "quantum lookup" in r.what]
@@ -122,7 +120,7 @@ def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) 
 def test_the_probe_tells_whether_tables_can_have_an_owner(
     monkeypatch: pytest.MonkeyPatch, flags: int
 ) -> None:
-    monkeypatch.setattr("kproxy_nftables.questions.detect.PERSIST", flags)
+    monkeypatch.setattr("kproxy_nftables.detect.PERSIST", flags)
     owning = BackendSettings(families=tuple(Family), own_tables=True)
     found = trial.ask(lambda namespace: detect(owning, namespace, load_modules=False))
     assert found.usable, found.because

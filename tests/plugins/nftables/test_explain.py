@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Outcome
-from kproxy_nftables.inspection.explain import explain, frontends
+from kproxy_nftables.explain import explain, frontends
 from tests.plugins.explained import decided, essence, questions, serving
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -32,7 +32,7 @@ def test_elements_that_are_read_at_once_decide_the_same(
 ) -> None:
     asked = questions(family)
     one_by_one = explain(asked, live=True)
-    monkeypatch.setattr("kproxy_nftables.inspection.explain._FEW", 0)
+    monkeypatch.setattr("kproxy_nftables.explain._FEW", 0)
     assert explain(asked, live=True) == one_by_one
 
 

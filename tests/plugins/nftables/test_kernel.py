@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed, TrustLost
-from kproxy_core.host.netlink.nf_tables import transaction
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.nftables.connection import Connection, Refused
-from kproxy_core.host.nftables.objects import Chain, Command, Table, difference
-from kproxy_core.host.nftables.rules import jump
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
+from kproxy_core.linux.messages import transaction
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nft_rules import jump
+from kproxy_core.linux.nft_tables import Chain, Command, Table, difference
+from kproxy_core.linux.nftables import Connection, Refused
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -24,8 +24,8 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend
+from kproxy_nftables.cleanup import cleanup
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions.cleanup import cleanup
 from kproxy_nftables.wanted import Element, Value
 
 from .test_applied import some_plans, without_index

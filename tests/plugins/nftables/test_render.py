@@ -12,8 +12,8 @@ from kproxy_core.model.address import Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
-from kproxy_nftables.inspection.render import render_text
 from kproxy_nftables.names import Template, parse_template
+from kproxy_nftables.render import render_text
 from kproxy_nftables.skeleton import Extras
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Scope, Update
+from kproxy_core.contract.values import BackendSettings, Scope, Update
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.testing.network.namespaces import Namespace

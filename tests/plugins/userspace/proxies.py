@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from kproxy_core.backend.api import BackendSettings, SyncReport
+from kproxy_core.contract.values import BackendSettings, SyncReport
 from kproxy_core.model.address import Family
-from kproxy_core.model.endpoint import EndpointSlice
-from kproxy_core.model.service import Service
+from kproxy_core.model.service import EndpointSlice, Service
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, node_view, plans
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.kernel.workers import Worker

@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
+from kproxy_userspace import retire as retire_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
-from kproxy_userspace.questions import retire as retire_module
 
 from .endpoints import PATIENCE, connect, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start

@@ -5,10 +5,10 @@ from contextlib import closing
 
 import pytest
 
-from kproxy_core.host import sysctl
+from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.testing.network.namespaces import Namespace
-from kproxy_userspace.kernel.bridges import bridged_sources
+from kproxy_userspace.kernel.portals import bridged_sources
 
 SETTINGS = ("net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables")
 BEHIND = {Family.IPV4: "10.1.0.9", Family.IPV6: "fd00:1::9"}

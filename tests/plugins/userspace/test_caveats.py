@@ -2,7 +2,7 @@
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Caveat
+from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import kproxy_userspace.family as family_module
-from kproxy_core.backend.api import BackendSettings, Failure
+from kproxy_core.contract.values import BackendSettings, Failure
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
+from kproxy_core.observe.traffic import Counts
 from kproxy_core.testing.builders import endpoint_slice, plans, service
 from kproxy_core.testing.network.namespaces import run
-from kproxy_core.traffic.totals import Counts
 from kproxy_userspace.backend import UserspaceBackend
-from kproxy_userspace.inspection.traffic import Traffic
+from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.wanted import wanted
 from kproxy_userspace.worker.wire import Count
 
@@ -371,7 +371,7 @@ class HourlyClient:
 
 def test_each_connection_of_an_hourly_client_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("kproxy_userspace.inspection.traffic.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kproxy_userspace.traffic.time.monotonic", lambda: clock[0])
     workers: Any = HourlyClient(clock)
     traffic, counts, total = Traffic(workers), Counts(), 0
     while workers.made < 10:

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import BackendSettings, KernelSide, Question
-from kproxy_core.backend.registry import Registry
-from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
-from kproxy_core.host import programs
+from kproxy_core.app.explain import AGREES, DEVIATES, judge
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings, KernelSide, Question
+from kproxy_core.linux import programs
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything
 from kproxy_core.testing.conformance.subject import full
-from kproxy_userspace.inspection.explain import frontends
+from kproxy_userspace.explain import frontends
 from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.wanted import Portal, Redirect

@@ -1,6 +1,6 @@
 """Relays and portals of plans, and their text."""
 
-from kproxy_core.host.nftables.objects import commands_text
+from kproxy_core.linux.nft_tables import commands_text
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import InvalidOption
+from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend

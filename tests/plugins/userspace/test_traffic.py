@@ -16,16 +16,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.errors import HostError
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_core.testing.network.dialing import wait_until
 from kproxy_core.testing.network.patience import patience
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
+from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
-from kproxy_userspace.questions.cleanup import cleanup
 from kproxy_userspace.worker.wire import Serve
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace import watch as watch_module
 from kproxy_userspace.family import FamilyState

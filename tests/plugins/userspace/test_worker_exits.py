@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.programs import OwnProcesses
+from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import Worker, WorkerPool

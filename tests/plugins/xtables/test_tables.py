@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import ProgramUnfinished
+from kproxy_core.linux import programs
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.programs import ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables import tables as tables_module
-from kproxy_xtables.saved import SavedChain, read_saved
+from kproxy_xtables.rules import SavedChain, read_saved
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables, Unusable
 from kproxy_xtables.variant import KUBELET_CHAINS, Variant, find_variant, find_variants, prefers_nft, probe
 from tests.core.namespaces import Namespace, namespace

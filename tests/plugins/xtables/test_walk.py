@@ -5,8 +5,7 @@ import pytest
 from kproxy_core.model.address import Protocol, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Packet
 from kproxy_core.testing.builders import node_view
-from kproxy_xtables.semantics import Flight
-from kproxy_xtables.walk import Ruleset, Walk
+from kproxy_xtables.walk import Flight, Ruleset, Walk
 
 PACKET = Packet(
     Origin.OUTSIDE, parse_address("198.51.100.7"), parse_address("10.96.0.1"), Protocol.TCP, 80)

@@ -1,0 +1,1 @@
+"""The running proxy, assembled from the other rooms, and its answers."""

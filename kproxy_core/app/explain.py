@@ -1,0 +1,744 @@
+"""Questions about packets and their answers, as values that JSON can hold. Pure."""
+
+import math
+import re
+import typing
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from kproxy_core.contract.values import Caveat, KernelSide, Question
+from kproxy_core.model.address import (
+    Address,
+    Family,
+    Protocol,
+    family_of,
+    format_address,
+    format_socket,
+    is_loopback,
+    parse_address,
+)
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.service import Destination, Endpoint, ServiceName, ServicePortKey
+from kproxy_core.plan.endpoints import Candidates
+from kproxy_core.plan.fate import (
+    Choice,
+    Fate,
+    Origin,
+    Outcome,
+    Packet,
+    Policy,
+    decide,
+    decide_unowned,
+    kind_of,
+    origin_of,
+    stand_in,
+)
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+
+# The error of every question. A running proxy knows it before the first question is asked.
+
+
+class NoAnswer(Exception):
+    """A question that cannot be answered, with a remedy, in one line."""
+
+
+# The words of a request: a target, and a sender.
+
+class ServiceTarget(NamedTuple):
+    """All frontends of a Service, or of one of its ports."""
+
+    namespace: str
+    """"": any"""
+    name: str
+    port: str | None
+    """Name of the port; None: every port."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+    def is_of(self, key: ServicePortKey) -> bool:
+        return self.name == key.name and self.namespace in ("", key.namespace)
+
+    def means(self, key: ServicePortKey) -> bool:
+        return self.is_of(key) and self.port in (None, key.port_name)
+
+
+class AddressTarget(NamedTuple):
+    """All frontends at an address."""
+
+    address: Address
+
+
+Target = Frontend | ServiceTarget | AddressTarget
+
+
+class Sender(NamedTuple):
+    """The sender of the packets; with neither field, a typical one of each origin."""
+
+    origin: Origin | None = None
+    address: Address | None = None
+
+
+_SOCKET = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:/\[\]]+)):(?P<port>\d{1,5})(?:/(?P<protocol>\w+))?")
+_SERVICE = re.compile(r"(?:(?P<namespace>[a-z0-9-]+)/)?(?P<name>[a-z0-9-]+)(?::(?P<port>[a-z0-9.-]*))?")
+_FORMS = "ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]"
+
+
+def parse_target(text: str) -> Target:
+    """Return the target that *text* names. Raises NoAnswer."""
+    with suppress(ValueError):
+        return AddressTarget(parse_address(text.strip("[]")))
+    if found := _SOCKET.fullmatch(text):
+        protocol = (found["protocol"] or "tcp").upper()
+        if protocol not in Protocol.__members__:
+            raise NoAnswer(f"{text!r}: protocol {found['protocol']!r} is not tcp, udp or sctp")
+        port = int(found["port"])
+        if not 0 < port < 65536:
+            raise NoAnswer(f"{text!r}: {port} is not a port")
+        host = found["v6"] or found["host"]
+        try:
+            address = None if host == "node" else parse_address(host)
+        except ValueError as error:
+            raise NoAnswer(f"{error}; a target is {_FORMS}") from error
+        return Frontend(address, Protocol[protocol], port)
+    if found := _SERVICE.fullmatch(text):
+        return ServiceTarget(found["namespace"] or "", found["name"], found["port"])
+    raise NoAnswer(f"{text!r} is not a target: give {_FORMS}")
+
+
+def parse_sender(text: str, origin: str = "") -> Sender:
+    """Return the sender that *text* names: ``pod``, ``node``, ``outside``, an address, or "" for all three.
+
+    *origin* overrides what an address tells about its side. Raises NoAnswer.
+    """
+    sides = {side.value: side for side in Origin}
+    if origin and origin not in sides:
+        raise NoAnswer(f"{origin!r} is not one of {', '.join(sides)}")
+    if not text or text in sides:
+        if text and origin and text != origin:
+            raise NoAnswer(f"the sender can't be both {text} and {origin}")
+        return Sender(sides.get(text or origin))
+    try:
+        return Sender(sides.get(origin), parse_address(text))
+    except ValueError as error:
+        raise NoAnswer(f"{error}; a sender is an address, pod, node or outside") from error
+
+
+# From a request to packets: the frontends that it means, and the senders.
+
+class Plans(typing.Protocol):
+    @property
+    def node(self) -> NodeView: ...
+
+    @property
+    def addresses(self) -> frozenset[Address]: ...
+
+    @property
+    def plans(self) -> Mapping[ServicePortKey, ServicePlan]: ...
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None: ...
+
+    def candidates(self, key: ServicePortKey) -> Candidates: ...
+
+    def origin(self, service: ServiceName) -> str: ...
+
+
+InterfaceTowards = Callable[[Address], str]
+"""Returns the interface to which the route to an address leads. Its packets are taken to arrive there."""
+
+
+class Case(NamedTuple):
+    """One packet with everything that decides its fate."""
+
+    question: Question
+    plans: Plans
+    is_typical: bool
+    """The sender's address stands for any sender of its origin."""
+    near: str = ""
+    """For a packet to no frontend: what is nearest."""
+    has_cluster_ip: bool = False
+    """The destination is some Service's ClusterIP."""
+    origin: str = ""
+    """The file or the resource version of the Service."""
+
+    @classmethod
+    def of(cls, plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
+        """Return the case of a *packet* to *frontend*, which may belong to no Service."""
+        node = plans.node
+        plan = plans.owner(frontend)
+        if plan is None:
+            near, has_cluster_ip = _near(plans, packet)
+            question = Question(packet, node, None, None, plans.addresses)
+            return cls(question, plans, is_typical, near, has_cluster_ip)
+        question = Question(packet, node, frontend, plan, plans.addresses)
+        return cls(question, plans, is_typical, origin=plans.origin(plan.key.service))
+
+    @property
+    def candidates(self) -> Candidates:
+        """All endpoints of the service port, usable or not."""
+        plan = self.question.plan
+        return self.plans.candidates(plan.key) if plan is not None else ()
+
+
+def cases(
+    plans: Mapping[Family, Plans], target: Target, sender: Sender, interface_towards: InterfaceTowards | None
+) -> list[Case]:
+    """Return the packets that *sender* may send to *target*. Raises NoAnswer.
+
+    Without *interface_towards*, only endpoints are known to be pods of this node if an interface tells pods.
+    """
+    found: list[Case] = []
+    for family, of_family in plans.items():
+        if sender.address is not None and family_of(sender.address) is not family:
+            continue
+        for destination, frontend in _destinations(of_family, target):
+            for origin, source, is_typical in _senders(of_family, sender, destination, interface_towards):
+                found.append(Case.of(
+                    of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
+                    frontend, is_typical=is_typical,
+                ))  # fmt: skip
+    if not found:
+        raise NoAnswer(nothing(plans, target, sender))
+    return found
+
+
+def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Frontend]]:
+    dialled = None if isinstance(target, ServiceTarget) else target.address
+    for frontend in _frontends(plans, target):
+        address = dialled or frontend.address or _node_address(plans.node)
+        if address is not None:
+            yield address, frontend
+
+
+def _frontends(plans: Plans, target: Target) -> Sequence[Frontend]:
+    if isinstance(target, ServiceTarget):
+        keys = sorted(filter(target.means, plans.plans))
+        return [frontend for key in keys for frontend in plans.plans[key].frontends()]
+    if target.address is not None and family_of(target.address) is not plans.node.family:
+        return []
+    if isinstance(target, AddressTarget):
+        return [frontend for _, frontend in _frontends_at(plans, target.address)]
+    node_port = target._replace(address=None)
+    on_node = target.address in plans.node.node_port_addresses
+    return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
+
+
+def _frontends_at(plans: Plans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
+    """Return the frontends that an address serves, with their service ports, in order."""
+    of_node = address in plans.node.node_port_addresses
+    found = [
+        (key, frontend) for key, plan in plans.plans.items() for frontend in plan.frontends()
+        if frontend.address == address or (of_node and frontend.address is None)
+    ]  # fmt: skip
+    return sorted(found, key=lambda each: each[0])
+
+
+def _node_address(node: NodeView) -> Address | None:
+    if node.node_ip in node.node_port_addresses:
+        return node.node_ip
+    return next(iter(node.node_port_addresses), None)
+
+
+def _senders(
+    plans: Plans, sender: Sender, destination: Address, interface_towards: InterfaceTowards | None
+) -> Iterator[tuple[Origin, Address, bool]]:
+    node, address = plans.node, sender.address
+    if address is not None:
+        # Only the node sends from the address that it dials, such as a ClusterIP that an interface has.
+        of_itself = Origin.NODE if address == destination else None
+        yield sender.origin or of_itself or _origin_of(address, plans, interface_towards), address, False
+        return
+    for origin in [sender.origin] if sender.origin else Origin:
+        yield origin, stand_in(origin, node), True
+
+
+def _origin_of(source: Address, plans: Plans, interface_towards: InterfaceTowards | None) -> Origin:
+    def is_behind_pod_interface(local: LocalSource) -> bool:
+        if interface_towards is None:
+            return any(source in plan.hairpins for plan in plans.plans.values())
+        return local.has_interface(interface_towards(source))
+
+    return origin_of(source, plans.node, plans.addresses, is_behind_pod_interface)
+
+
+def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
+    """Return the nearest match for a packet to no frontend, and whether it is for a Service's ClusterIP."""
+    where, protocol = packet.destination, packet.protocol
+    has_cluster_ip = any(plan.cluster_ip == where for plan in plans.plans.values())
+    frontends = _frontends_at(plans, where)
+    same = [f"{frontend.port}/{frontend.protocol.name} of {key}" for key, frontend in frontends]
+    if same:
+        more = f", and {len(same) - 5} more" if len(same) > 5 else ""
+        return f"{format_address(where)} serves {', '.join(same[:5])}{more}", has_cluster_ip
+    if is_loopback(where) and plans.owner(Frontend(None, protocol, packet.port)):
+        return f"node port {packet.port} is served on loopback in some modes only", False
+    for cidr in plans.node.service_cidrs:
+        if where in cidr:
+            return f"it is in the ServiceCIDR {cidr}, and no Service has it", False
+    return "", False
+
+
+def nothing(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> str:
+    """Return the reason why no packet of *sender* to *target* can be meant, with near names."""
+    if isinstance(target, ServiceTarget):
+        return _no_service({key for of_family in plans.values() for key in of_family.plans}, target)
+    if isinstance(target, AddressTarget) and family_of(target.address) in plans:
+        return f"no Service has a frontend at {format_address(target.address)}; ask about one of its ports"
+    if target.address is None:
+        return "no address of this node serves node ports"
+    if sender.address is not None and family_of(sender.address) is not family_of(target.address):
+        return (f"sender {format_address(sender.address)} and target {format_address(target.address)} "
+                "are of different IP families")
+    return f"{family_of(target.address).label} is not served on this node"
+
+
+def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
+    own = [key for key in keys if target.is_of(key)]
+    if own and not any(map(target.means, own)):
+        ports = ", ".join(sorted({repr(key.port_name) for key in own}))
+        return f"Service {target} has no port {target.port!r}, but {ports}"
+    if own:
+        return f"Service {target} has no frontend that this sender could dial in its IP family"
+    known = {str(key.service): key for key in keys}
+    similar = get_close_matches(target.name, {key.name for key in keys}, n=5, cutoff=0.5)
+    near = [name for text in similar for name in sorted(
+        (name for name, key in known.items() if key.name == text),
+        key=lambda name: (known[name].namespace != target.namespace, name))]
+    hint = f"; near names: {', '.join(near[:5])}" if near else ""
+    return f"no Service {target} with a ClusterIP is known here ({len(known)} are){hint}"
+
+
+# The decision beside the kernel's: the same, or the differences in words.
+
+AGREES, DIFFERS, DEVIATES, UNKNOWN = "agrees", "differs", "deviates by design", "cannot be told"
+
+_TOLERANCE = 0.001
+"""Of shares: the kernel keeps probabilities in 31 bits."""
+
+
+def judge(packet: Packet, decided: Fate, side: KernelSide) -> tuple[str, list[str]]:
+    """Return the verdict about *packet*, and the differences that explain it."""
+    if side.fate is None:
+        return UNKNOWN, ["not every rule on the way is understood"]
+    found = list(_differences(decided, side.fate, ignore_source=packet.origin is Origin.NODE))
+    remembered = side.remembered
+    if remembered is not None and remembered not in {choice.where for choice in decided.choices}:
+        found.append(f"the sender is pinned to {format_socket(*remembered)}, which may not be chosen")
+    if not found:
+        return AGREES, []
+    return (DEVIATES, [side.deviation, *found]) if side.deviation else (DIFFERS, found)
+
+
+def _differences(decided: Fate, kernel: Fate, *, ignore_source: bool) -> Iterator[str]:
+    """Yield the differences. *ignore_source*: masqueraded or not, endpoints see an address of the node."""
+    if decided.outcome is not kernel.outcome:
+        yield f"the packet is {kernel.outcome.value}, and should be {decided.outcome.value}"
+        return
+    if decided.outcome is not Outcome.FORWARDED:
+        return
+    wanted = {choice.where: choice for choice in decided.choices}
+    held = {choice.where: choice for choice in kernel.choices}
+    for where, choice in wanted.items():
+        if where not in held:
+            yield f"endpoint {format_socket(*where)} is missing"
+        else:
+            yield from _difference(choice, held[where], ignore_source=ignore_source)
+    for where in held:
+        if where not in wanted:
+            yield f"endpoint {format_socket(*where)} may be chosen, and should not"
+    lost = 1 - sum(choice.share for choice in kernel.choices)
+    if lost > _TOLERANCE:
+        yield f"{lost:.0%} of new connections find no endpoint"
+
+
+def _difference(wanted: Choice, held: Choice, *, ignore_source: bool) -> Iterator[str]:
+    text = format_socket(*wanted.where)
+    if abs(wanted.share - held.share) > _TOLERANCE:
+        yield f"endpoint {text} gets {held.share:.1%} of new connections, and should get {wanted.share:.1%}"
+    if wanted.masqueraded is not held.masqueraded and not ignore_source:
+        yield (f"endpoint {text} sees an address of the node, and should see the sender's" if held.masqueraded
+               else f"endpoint {text} sees the sender's address, and should see one of the node")
+
+
+# The answer for one packet, as values that JSON can hold.
+
+Json = dict[str, Any]
+
+
+def decide_case(case: Case) -> Fate:
+    """Return the fate that the plans give the packet of *case*."""
+    question = case.question
+    if question.plan is None or question.frontend is None:
+        return decide_unowned(question.packet, case.has_cluster_ip, question.node)
+    return decide(question.packet, question.frontend, question.plan, question.node, question.addresses)
+
+
+def answer(
+    case: Case, side: KernelSide | None, *, mode: str, live: bool, caveats: Sequence[Caveat] = ()
+) -> Json:
+    """Return the whole answer for the packet of *case*. *side* None: the mode cannot show its objects."""
+    question, fate = case.question, decide_case(case)
+    packet, node, frontend, plan = question.packet, question.node, question.frontend, question.plan
+    found: Json = {
+        "from": format_address(packet.source),
+        "origin": packet.origin.value,
+        "typical_sender": case.is_typical,
+        "to": format_socket(packet.destination, packet.port),
+        "protocol": packet.protocol.name,
+        "frontend": None,
+        "outcome": fate.outcome.value,
+        "because": fate.because,
+        "policy": fate.policy.value if fate.policy else "",
+        "endpoints": _endpoints(fate),
+        "not_chosen": [],
+        "source": "",
+        "near": case.near,
+        "affinity": None,
+        "caveats": [caveat.what for caveat in caveats],
+    }  # fmt: skip
+    if plan is not None and frontend is not None:
+        found["frontend"] = {
+            "kind": kind_of(frontend, plan).value, "service": str(plan.key.service),
+            "port": plan.key.port_name, "service_port": str(plan.key), "created": plan.created,
+            "origin": case.origin,
+        }
+        chosen = {choice.where for choice in fate.choices}
+        any_ready = any(endpoint.ready for _, endpoint in case.candidates)
+        found["not_chosen"] = [
+            {"endpoint": format_socket(*where), "because": _reason(endpoint, fate, node, any_ready=any_ready)}
+            for where, endpoint in case.candidates if where not in chosen
+        ]
+        found["source"] = _source(packet, fate, node)
+        if plan.affinity_seconds:
+            remembered = side.remembered if side else None
+            pinned = format_socket(*remembered) if remembered else ""
+            found["affinity"] = {"seconds": plan.affinity_seconds, "remembered": pinned}
+    found["kernel"] = _kernel(packet, fate, side, mode, live=live)
+    return found
+
+
+def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool) -> Json:
+    verdict, differences = judge(packet, fate, side) if side else (
+        UNKNOWN, [f"mode {mode} cannot explain its rules"])
+    found = side.fate if side else None
+    return {
+        "mode": mode, "live": live, "verdict": verdict, "differences": differences,
+        "outcome": found.outcome.value if found else "",
+        "endpoints": _endpoints(found) if found else [],
+        "objects": [item._asdict() for item in side.objects] if side else [],
+    }  # fmt: skip
+
+
+def _endpoints(fate: Fate) -> list[Json]:
+    return [
+        {"endpoint": format_socket(*choice.where), "share": round(choice.share, 6),
+         "masqueraded": choice.masqueraded}
+        for choice in fate.choices
+    ]
+
+
+def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
+    """Return a sentence about the source address that endpoints see; "" if none sees the packet."""
+    if fate.outcome is not Outcome.FORWARDED:
+        return ""
+    source = format_address(packet.source)
+    hidden = [choice.where for choice in fate.choices if choice.masqueraded]
+    seeing = [choice.where for choice in fate.choices if not choice.masqueraded]
+    if not hidden:
+        return f"kept: endpoints see {source}"
+    if all(where.address == packet.source for where in hidden):
+        return (f"kept, except by {format_socket(*hidden[0])}, which is the sender itself (hairpin): "
+                "it sees an address of the node")
+    if node.masquerade_all:
+        why = "masquerade-all is set"
+    elif fate.policy in (Policy.INTERNAL, Policy.INTERNAL_LOCAL):
+        why = "the sender is not in the network of local pods"
+    else:
+        why = "traffic to external frontends is masqueraded" if fate.policy is Policy.EXTERNAL else (
+            "the sender is the node")
+    kept = f"; kept by {format_socket(*seeing[0])}, which is on the node's own network" if seeing else ""
+    return f"masqueraded to the node's address on the way to the endpoint: {why}{kept}"
+
+
+def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) -> str:
+    """Return the reason why *endpoint* is not chosen."""
+    if not endpoint.ready:
+        if not endpoint.terminating:
+            return "not ready"
+        if not endpoint.serving:
+            return "terminating, and not serving any more"
+        if any_ready:
+            return "terminating; a ready endpoint exists"
+    here = bool(node.name) and endpoint.node == node.name
+    if fate.policy in (Policy.INTERNAL_LOCAL, Policy.EXTERNAL_LOCAL) and not here:
+        return f"on node {endpoint.node or 'unknown'}, and the policy is Local"
+    if fate.policy is None:
+        return f"the packet is {fate.outcome.value} before an endpoint is chosen"
+    if endpoint.node_hints and node.name not in endpoint.node_hints:
+        return f"its hints assign it to node {', '.join(sorted(endpoint.node_hints))}"
+    if endpoint.zone_hints and node.zone not in endpoint.zone_hints:
+        zones = ", ".join(sorted(endpoint.zone_hints))
+        return f"its hints assign it to zone {zones}; this node is in {node.zone or 'none'}"
+    return "the hints of other endpoints name this node"
+
+
+# The changes from one set of plans to another, by service port. Plans are values that JSON can hold.
+
+GAINED, LOST, CHANGED = "gained", "lost", "changed"
+
+_SETTINGS = {
+    "internal_policy": "internal traffic policy", "external_policy": "external traffic policy",
+    "affinity_seconds": "seconds of session affinity", "source_ranges": "source ranges",
+    "health_check_node_port": "health check node port",
+}  # fmt: skip
+_SETS = {"frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "endpoint for policy Local"}
+
+
+def document(plan: ServicePlan) -> Json:
+    return {
+        "service_port": str(plan.key), "protocol": plan.key.protocol.name, "family": plan.family.label,
+        "frontends": [frontend_text(frontend) for frontend in plan.frontends()],
+        "endpoints": [format_socket(*where) for where in plan.cluster],
+        "local_endpoints": [format_socket(*where) for where in plan.local],
+        "internal_policy": "Local" if plan.internal_policy_local else "Cluster",
+        "external_policy": "Local" if plan.external_policy_local else "Cluster",
+        "affinity_seconds": plan.affinity_seconds,
+        "source_ranges": ", ".join(map(str, plan.source_ranges)),
+        "health_check_node_port": plan.health_check_node_port,
+    }  # fmt: skip
+
+
+def frontend_text(frontend: Frontend) -> str:
+    address, protocol, port = frontend
+    where = f"node:{port}" if address is None else format_socket(address, port)
+    return f"{where}/{protocol.name.lower()}"
+
+
+def changes(before: Iterable[Json], after: Iterable[Json]) -> Iterator[Json]:
+    """Yield the changes from the plans *before* to those *after*, in the order of service ports."""
+    old, new = _by_key(before), _by_key(after)
+    for key in sorted({*old, *new}):
+        was, will = old.get(key), new.get(key)
+        if was is None or will is None:
+            plan = will or was or {}
+            kind = LOST if will is None else GAINED
+            yield change(kind, plan, [f"frontends {', '.join(plan['frontends'])}"])
+        elif details := [*_details(was, will)]:
+            yield change(CHANGED, will, details)
+
+
+def change(kind: str, plan: Json, details: Sequence[str]) -> Json:
+    return {
+        "change": kind, "service_port": plan["service_port"], "protocol": plan["protocol"],
+        "family": plan["family"], "details": list(details),
+    }  # fmt: skip
+
+
+def changes_in_kernel(
+    plans: Iterable[ServicePlan], frontends: Iterable[Frontend], differences: Iterable[Json],
+    stale: Iterable[Json],
+) -> Iterator[Json]:
+    """Yield what changes from a kernel that serves *frontends* to *plans*; its own plans are unknown.
+
+    *differences* and *stale* are those of `kproxy_core.app.explain`.
+    """
+    held = set(frontends)
+    texts: dict[tuple[str, str], dict[str, None]] = {}
+    for difference in differences:
+        protocol = difference["frontend"].rpartition("/")[2]
+        texts.setdefault((difference["service_port"], protocol), {})[
+            f"{difference['frontend']}: {difference['difference']}"] = None
+    for plan in sorted(plans, key=lambda plan: plan.key):
+        described = document(plan)
+        details = texts.get((described["service_port"], described["protocol"]), {})
+        if held.isdisjoint(plan.frontends()):
+            yield change(GAINED, described, [f"frontends {', '.join(described['frontends'])}"])
+        elif details:
+            yield change(CHANGED, described, [f"now {text}" for text in details])
+    for one in stale:
+        protocol = one["frontend"].rpartition("/")[2]
+        unknown = {"service_port": "", "protocol": protocol, "family": ""}
+        yield change(LOST, unknown, [f"frontend {one['frontend']}"])
+
+
+def _by_key(plans: Iterable[Json]) -> dict[tuple[str, str, str], Json]:
+    return {(plan["service_port"], plan["protocol"], plan["family"]): plan for plan in plans}
+
+
+def _details(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for name, word in _SETS.items():
+        yield from (f"{word} {text} removed" for text in before[name] if text not in after[name])
+        yield from (f"{word} {text} added" for text in after[name] if text not in before[name])
+    for name, words in _SETTINGS.items():
+        if before[name] != after[name]:
+            yield f"{words}: {before[name] or 'none'} becomes {after[name] or 'none'}"
+
+
+# The differences between the kernel's treatment of packets and that of the plans, by frontend.
+
+def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[Json]:
+    """Yield each difference once, with the senders that it concerns."""
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for case, side in zip(cases, sides, strict=True):
+        packet = case.question.packet
+        verdict, texts = judge(packet, decide_case(case), side)
+        if verdict in (DIFFERS, UNKNOWN):
+            plan = case.question.plan
+            where = format_socket(packet.destination, packet.port)
+            for text in texts:
+                key = (verdict, f"{where}/{packet.protocol.name}", str(plan.key) if plan else "", text)
+                found.setdefault(key, []).append(packet.origin.value)
+    for (verdict, frontend, service_port, text), origins in found.items():
+        yield {
+            "kind": "unclear" if verdict == UNKNOWN else "frontend", "frontend": frontend,
+            "service_port": service_port, "difference": text, "senders": list(dict.fromkeys(origins)),
+        }  # fmt: skip
+
+
+def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
+    """Yield the *frontends* in the kernel that no Service wants."""
+    for frontend in sorted(set(frontends), key=str):
+        address, protocol, port = frontend
+        # A frontend with an address may stand for a node port there.
+        if not plans.owner(frontend) and not plans.owner(Frontend(None, protocol, port)):
+            where = f"node port {port}" if address is None else format_socket(address, port)
+            yield {
+                "kind": "stale", "frontend": f"{where}/{protocol.name}", "service_port": "",
+                "difference": "the kernel serves it, and no Service wants it", "senders": [],
+            }  # fmt: skip
+
+
+def packets_to(plans: Plans, keys: Iterable[ServicePortKey]) -> list[Case]:
+    """Return a packet of each origin to every frontend of the service ports *keys* that still exist."""
+    found: list[Case] = []
+    for plan in filter(None, map(plans.plans.get, keys)):
+        for frontend in plan.frontends():
+            packets = (packet_to(frontend, origin, plans.node) for origin in Origin)
+            found += [Case.of(plans, packet, frontend, is_typical=True) for packet in packets if packet]
+    return found
+
+
+def packet_to(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | None:
+    """Return a packet of a typical sender; None if no address of the node serves node ports."""
+    to = frontend.address or next(iter(node.node_port_addresses), None)
+    if to is None:
+        return None
+    return Packet(origin, stand_in(origin, node), to, frontend.protocol, frontend.port)
+
+
+# The frontends to which a node's own connections are tried, and the verdict about the results. Pure.
+
+Dialled = Mapping[str, Any]
+"""A frontend with what connections should do; see `expectation`."""
+
+ANSWERED, REFUSED, HUNG = "answered", "refused", "hung"
+
+
+class Attempt(NamedTuple):
+    """One connection that was tried."""
+
+    result: str
+    """`ANSWERED`, `REFUSED`, `HUNG`, or another error in words."""
+    endpoint: Destination | None
+    """None: not known."""
+    source: Address
+    """The sender's address."""
+
+
+def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
+    """Return a packet of the node to each TCP frontend; only of *service*, if that is given.
+
+    *service* is ``[NAMESPACE/]NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
+    """
+    wanted = parse_target(service) if service else None
+    if wanted is not None and not isinstance(wanted, ServiceTarget):
+        raise NoAnswer(f"{service!r} is not [NAMESPACE/]SERVICE[:PORT NAME]")
+    found = [case for of_family in plans.values() for case in _targets(of_family, wanted)]
+    if not found:
+        raise NoAnswer(nothing(plans, wanted, Sender()) if wanted else "no Service has a TCP frontend here")
+    return found
+
+
+def _targets(plans: Plans, wanted: ServiceTarget | None) -> Iterator[Case]:
+    keys = plans.plans if wanted is None else filter(wanted.means, plans.plans)
+    for key in sorted(key for key in keys if key.protocol is Protocol.TCP):
+        for frontend in plans.plans[key].frontends():
+            packet = packet_to(frontend, Origin.NODE, plans.node)
+            if packet is not None:
+                yield Case.of(plans, packet, frontend, is_typical=True)
+
+
+def expectation(case: Case, side: KernelSide | None) -> Json:
+    """Return what connections to the frontend of *case* should do.
+
+    *side*: where the mode decides otherwise by design, that counts. Its other differences do not.
+    """
+    packet, plan = case.question.packet, case.question.plan
+    by_design = side.fate if side is not None and side.deviation else None
+    fate = by_design or decide_case(case)
+    return {
+        "frontend": format_socket(packet.destination, packet.port),
+        "service_port": str(plan.key) if plan else "",
+        "outcome": fate.outcome.value, "because": fate.because,
+        "endpoints": [format_socket(*choice.where) for choice in fate.choices],
+        "sticky": bool(plan and plan.affinity_seconds),
+        "ready": sum(endpoint.ready for _, endpoint in case.candidates),
+    }  # fmt: skip
+
+
+def connections(target: Dialled, most: int) -> int:
+    """Return how many connections to try, *most* at most.
+
+    They miss an endpoint in one of a thousand runs: the coupon collector's problem.
+    """
+    count = len(target["endpoints"])
+    if target["outcome"] != Outcome.FORWARDED.value or target["sticky"] or count == 1:
+        return 1
+    return min(most, math.ceil(count * (math.log(count) + 7)))
+
+
+def is_settled(target: Dialled, attempts: Sequence[Attempt]) -> bool:
+    """Return whether every endpoint has been reached, so that more connections would tell nothing."""
+    return set(target["endpoints"]) <= {_endpoint(target, attempt) for attempt in attempts}
+
+
+def result(target: Dialled, attempts: Sequence[Attempt]) -> Json:
+    """Return the results for one frontend, with its problems in words."""
+    reached: dict[str, Counter[str]] = defaultdict(Counter)
+    for attempt in attempts:
+        reached[_endpoint(target, attempt)][attempt.result] += 1
+    return {
+        **target, "connections": len(attempts),
+        "reached": [{"endpoint": endpoint, **counts} for endpoint, counts in sorted(reached.items())],
+        "problems": list(_problems(target, reached, len(attempts))) if attempts else [],
+    }  # fmt: skip
+
+
+def _problems(target: Dialled, reached: Mapping[str, Counter[str]], tried: int) -> Iterator[str]:
+    answered = sum(counts[ANSWERED] for counts in reached.values())
+    forwarded = target["outcome"] == Outcome.FORWARDED.value
+    if forwarded and not answered:
+        results = ", ".join(sorted({result for counts in reached.values() for result in counts}))
+        yield f"no connection of {tried} was answered ({results}); ready endpoints: {target['ready']}"
+    if not forwarded and answered:
+        yield f"connections are answered, and should be {target['outcome']}: {target['because']}"
+    for endpoint, counts in sorted(reached.items()):
+        if endpoint and forwarded and endpoint not in target["endpoints"]:
+            yield f"connections reach {endpoint}, which may not be chosen"
+        for how in sorted(set(counts) - {ANSWERED}) if forwarded and answered else ():
+            where = f"endpoint {endpoint}" if endpoint else "endpoint not known"
+            yield f"{where}: {counts[how]} of {counts.total()} connections {how}"
+
+
+def _endpoint(target: Dialled, attempt: Attempt) -> str:
+    """Return the endpoint of *attempt*; "" if it is not known, as behind a relay on this node."""
+    if attempt.endpoint is None:
+        return ""
+    address, text = attempt.endpoint.address, format_socket(*attempt.endpoint)
+    if text in target["endpoints"]:
+        return text
+    is_relay = is_loopback(address) or address == attempt.source
+    return "" if is_relay or text == target["frontend"] else text

@@ -1,0 +1,220 @@
+"""Settings of the process and of the node that are made once, and checks of them, before anything is
+served.
+"""
+
+import ctypes
+import errno
+import gc
+import logging
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import asdict
+
+from kproxy_core.config.settings import Config, DetectLocalMode
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings, Scope
+from kproxy_core.linux.conntrack import ConntrackLimits, apply
+from kproxy_core.linux.errors import HostError
+from kproxy_core.model.address import Cidr, Family, family_of, parse_cidr
+from kproxy_core.model.node import NodeObject
+from kproxy_core.observe.events import EventRecorder
+from kproxy_core.sync.node_facts import NodeSettings, primary_family
+from kproxy_core.sync.observer import Synced, SyncObserver
+
+# Checks that the configuration, the node and the machine agree on the IP families.
+#
+# kube-proxy 1.36 makes the same checks (cmd/kube-proxy/app/server.go), and more of them end its process.
+
+
+def unservable(config: Config, families: Sequence[Family]) -> str:
+    """Return why *config* cannot be served on a machine with *families*; "" if it can."""
+    if any(config.bind_address) and family_of(config.bind_address) not in families:
+        return f"bindAddress is {family_of(config.bind_address).label}, which this machine does not have"
+    if len(families) == 1 and _none_in(families[0], config.cluster_cidrs):
+        other = _other(families[0]).label
+        return f"this machine is {families[0].label}-only, but clusterCIDR has only {other}"
+    return ""
+
+
+def doubts(
+    config: Config, settings: NodeSettings, families: Sequence[Family], node: NodeObject | None
+) -> Iterator[str]:
+    """Yield suspicious settings that are allowed and probably a mistake, one sentence each."""
+    primary = primary_family(settings.bind_address, node)
+    single = len(families) == 1
+    kind = f"the cluster is {primary.label}-{'only' if single else 'primary'}"
+    other = _other(primary).label
+    if primary not in families:
+        yield f"{kind}, but this machine does not have {primary.label}"
+    if settings.node_ports == ():
+        yield "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"
+    elif settings.node_ports != "primary":
+        yield from _node_ports_of_one_family(config, settings.node_ports, families, node)
+    if _none_in(primary, config.cluster_cidrs):
+        yield f"{kind}, but clusterCIDR has only {other}"
+    if node is not None and _none_in(primary, node.pod_cidrs):
+        yield f"{kind}, but the pod networks of the Node are only {other}"
+    if config.detect_local_mode is DetectLocalMode.NODE_CIDR and (node is None or not node.pod_cidrs):
+        yield "detectLocalMode is NodeCIDR, but the Node has no pod networks yet"
+    if not single:
+        return
+    excluded = config.backend_options.get("excludeCIDRs")
+    if isinstance(excluded, tuple) and _none_in(primary, map(parse_cidr, excluded)):
+        yield f"{kind}, but excludeCIDRs has only {other}"
+    servers = {"healthzBindAddress": config.healthz_bind_address,
+               "metricsBindAddress": config.metrics_bind_address}
+    for field, server in servers.items():
+        if server is not None and any(server.address) and family_of(server.address) is not primary:
+            yield f"{kind}, but {field} is {other}"
+
+
+def _node_ports_of_one_family(
+    config: Config, given: Sequence[Cidr], families: Sequence[Family], node: NodeObject | None
+) -> Iterator[str]:
+    """Warn of a family without any node ports. kube-proxy serves it on all addresses instead."""
+    used = {cidr.family for cidr in config.cluster_cidrs}
+    if node is not None:
+        used |= {family_of(address) for address in node.addresses}
+    for family in families:
+        if family in used and _none_in(family, given):
+            everywhere = "::/0" if family is Family.IPV6 else "0.0.0.0/0"
+            yield (
+                f"nodePortAddresses has only {_other(family).label}: {family.label} node ports are not"
+                f" served; add {everywhere} to serve them on all addresses, as kube-proxy does")
+
+
+def _none_in(family: Family, cidrs: Iterable[Cidr]) -> bool:
+    return {cidr.family for cidr in cidrs} == {_other(family)}
+
+
+def _other(family: Family) -> Family:
+    return Family.IPV6 if family is Family.IPV4 else Family.IPV4
+
+
+# Settings of the process and of the node that are made once, before anything is served.
+
+log = logging.getLogger("kproxy.run")
+
+_NODE_CRITICAL_SCORE = -997
+"""The oom_score_adj that the kubelet gives to containers of the priority class system-node-critical, which
+may not lower it: as good as kube-proxy's -999 (Kubernetes 1.36, pkg/kubelet/qos/policy.go)."""
+
+_M_TRIM_THRESHOLD = -1
+"""A parameter of mallopt(3)."""
+
+_TRIM_BYTES = 128 << 10
+_TRIM_BYTES_LOADING = 1 << 20
+"""While the first lists are decoded: each piece of one is freed before the next arrives, and giving its pages
+back to the kernel between two pieces takes longer than reading them."""
+
+
+def tune_interpreter() -> None:
+    """Switch threads faster, and have glibc trim its heap."""
+    # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
+    # all other latency between a change and its rules.
+    sys.setswitchinterval(0.0005)
+    # By default glibc keeps twice the largest block that was ever freed.
+    _set_trim_threshold(_TRIM_BYTES_LOADING)
+
+
+def settle_memory() -> None:
+    """Exclude all objects that exist after the first sync, which mostly live on, from garbage collection.
+
+    They are not searched for cycles before: imports leave 1,500 objects in cycles, and each Service none.
+    """
+    gc.freeze()
+    _set_trim_threshold(_TRIM_BYTES)
+    return_freed_memory()
+    # Values are freed by their reference counts; cycles come from rare exceptions only.
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
+class FreedMemory(SyncObserver):
+    """Returns the memory that full syncs have freed, after damage or a change of modes for instance.
+
+    The libraries of a mode free up to 10 MiB in the middle of the heap, which glibc keeps. After the first
+    syncs `settle_memory` returns it.
+    """
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if synced.scope is Scope.RESYNC and not synced.is_first:
+            return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return free pages in the middle of the heap, which glibc keeps otherwise."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set_trim_threshold(size: int) -> None:
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, size)
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files to the most allowed: each health check node port needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def protect_from_oom_killer(score: int) -> None:
+    """Set this process's oom_score_adj to *score*, if that is permitted."""
+    setting = Path("/proc/self/oom_score_adj")
+    try:
+        setting.write_text(str(score), encoding="ascii")
+    except OSError as error:
+        with suppress(OSError):
+            if int(setting.read_text(encoding="ascii")) <= _NODE_CRITICAL_SCORE:
+                return
+        log.info("could not set oom_score_adj", extra={"fields": {"wanted": score, "error": str(error)}})
+
+
+def limits(config: Config) -> ConntrackLimits:
+    return ConntrackLimits(**asdict(config.conntrack))
+
+
+def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
+    """Set limits and timeouts of tracked connections. Log those that may not be written.
+
+    Return False if the kernel does not track connections yet; our rules will make it. Raises HostError.
+    """
+    try:
+        applied = apply(wanted)
+    except HostError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    if applied.refused:
+        log.warning("some conntrack settings could not be applied", extra={
+            "fields": {"first": str(applied.refused[0]), "refused": len(applied.refused)}})
+    if applied.read_only_sys:
+        note = "the conntrack hash table cannot be enlarged, /sys is read-only: lookups may become slow"
+        log.warning(note)
+        events.report_node("Warning", "readOnlySysFS", note)
+    return True
+
+
+def prepare_others(
+    registry: Registry, modes: Iterable[str], settings_of: Callable[[str], BackendSettings]
+) -> list[str]:
+    """Prepare this machine for *modes*, so that a running proxy can switch to them.
+
+    Return the prepared modes. Failures are logged. Not every installed mode is prepared: the settings of one
+    weaken a node that does not run it, as route_localnet does without its guarding rules (CVE-2020-8558).
+    """
+    prepared = []
+    for mode in modes:
+        try:
+            registry.prepare(mode, settings_of(mode))
+            prepared.append(mode)
+        except Exception as error:  # noqa: BLE001 - a plugin's, or a setting of a mode that does not serve
+            log.warning("could not prepare another mode, switching to it may fail", extra={
+                "fields": {"mode": mode, "error": str(error)}})
+    return prepared

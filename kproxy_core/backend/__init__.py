@@ -1,1 +1,0 @@
-"""The contract between the core and a backend plugin."""

@@ -1,0 +1,60 @@
+"""``kproxy --cleanup``."""
+
+import json
+from collections.abc import Iterator
+
+import click
+
+from kproxy_core.cli.run import cli_errors, warn_of_broken
+from kproxy_core.cli.terminal import bad, is_terminal, show, strong
+from kproxy_core.config.flags import Flags
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Leftovers
+from kproxy_core.modes.settings import Configuration, served_families, settings_of_modes
+
+
+def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
+    """Remove the leftovers of every mode but *spared*, even if some fail. Raises ClickException for those."""
+    with cli_errors():
+        configuration = Configuration.read(flags)
+        registry = Registry(plugins=configuration.asked.kproxy.plugins)
+    results = []
+    for left in _cleaned(registry, configuration, spared, dry_run=dry_run, own_only=own_only):
+        results.append(left)
+        if not as_json:
+            _show(left, dry_run)
+    if as_json:
+        modes = [{"mode": left.mode, "removed": left.removed, "errors": left.errors} for left in results]
+        click.echo(json.dumps({"dry_run": dry_run, "modes": modes}, indent=2))
+    elif is_terminal():
+        counts = ", ".join(f"{left.mode} {len(left.removed)}" for left in results)
+        would = "would be " if dry_run else ""
+        show(strong(f"{sum(len(left.removed) for left in results)} objects {would}removed ({counts})"))
+    warn_of_broken(registry)
+    if any(left.errors for left in results):
+        raise click.ClickException("not everything could be removed")
+
+
+def _cleaned(
+    registry: Registry, configuration: Configuration, spared: tuple[str, ...], *,
+    dry_run: bool, own_only: bool,
+) -> Iterator[Leftovers]:
+    """Clean up mode by mode. An object that two modes would remove counts for the first one only."""
+    settings_of = settings_of_modes(configuration, served_families())
+    seen: set[str] = set()
+    for description in registry.load_all():
+        if description.mode in spared:
+            continue
+        with cli_errors():
+            settings = settings_of(description.mode)
+        left = registry.cleanup(description.mode, settings, dry_run=dry_run, own_only=own_only)
+        removed = tuple(what for what in left.removed if what not in seen)
+        seen.update(removed)
+        yield Leftovers(left.mode, removed, left.errors)
+
+
+def _show(left: Leftovers, dry_run: bool) -> None:
+    for removed in left.removed:
+        click.echo(f"{left.mode}: {removed}{' would be' if dry_run else ''} removed")
+    for error in left.errors:
+        click.echo(bad(f"{left.mode}: {error}"), err=True)

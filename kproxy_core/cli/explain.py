@@ -1,0 +1,109 @@
+"""``kproxy explain``."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from kproxy_core.app.control import NoProxy, send_request
+from kproxy_core.cli.terminal import bad, faint, good, hint, strong
+from kproxy_core.config.flags import Flags
+
+Packets = Sequence[Mapping[str, Any]]
+
+_INDENT = 14
+_SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
+OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
+_VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
+
+
+def ask_proxy(request: Mapping[str, str]) -> Packets:
+    """Return the answers of the proxy of this network namespace. Raises RequestRefused or NoProxy."""
+    try:
+        packets: Packets = send_request({"do": "explain", **request})["packets"]
+    except NoProxy as error:
+        raise NoProxy(f"{error}; to ask about objects instead, give --manifests or --kubeconfig") from error
+    return packets
+
+
+def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
+    """Return the answers for the objects of `read_objects`. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.app.answers import explain
+    from kproxy_core.cli.objects import read_objects
+
+    with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):
+        return explain(request, plans, registry, instance, live=False)
+
+
+def explain_report(request: Mapping[str, str], path: str) -> Packets:
+    """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.app.answers import explain
+    from kproxy_core.cli.objects import read_objects
+    from kproxy_core.cli.report import opened
+    from kproxy_core.model.address import parse_address
+
+    with opened(path) as (flags, node):
+        addresses = frozenset(map(parse_address, node["addresses"]))
+        with read_objects(flags, this_machine=False, addresses=addresses) as found:
+            for service in found.store.origins:
+                found.store.origins[service] = node["origins"].get(str(service), "")
+            return explain(request, found.plans, found.registry, found.instance, live=False)
+
+
+def as_text(answer: Mapping[str, Packets]) -> str:
+    parts = []
+    for target, answers in groupby(answer["packets"], key=lambda packet: (packet["to"], packet["protocol"])):
+        found = list(answers)
+        parts.append("\n".join([strong(_title(target, found[0])), *(
+            line for packet in found for line in ("", *_answer(packet)))]))
+    return "\n\n".join(parts)
+
+
+def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:
+    where = "/".join(target)
+    frontend = packet["frontend"]
+    if frontend is None:
+        return f"{where} is no Service's frontend"
+    created = f", created {frontend['created']}" if frontend["created"] else ""
+    origin = f", {frontend['origin']}" if frontend["origin"] else ""
+    return f"{where}: {frontend['kind']} of {frontend['service_port']}{created}{origin}"
+
+
+def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
+    typical = ", as an example" if packet["typical_sender"] else ""
+    yield f"from {_SENDERS[packet['origin']]} ({packet['from']}{typical})"
+    yield _line("outcome", f"{OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
+    if packet["near"]:
+        yield _line("nearest", packet["near"])
+    yield from _table("endpoints", [
+        (e["endpoint"], f"{e['share']:.1%}{', masqueraded' if e['masqueraded'] else ''}")
+        for e in packet["endpoints"]
+    ])  # fmt: skip
+    yield from _table("not chosen", [(e["endpoint"], e["because"]) for e in packet["not_chosen"]])
+    if packet["source"]:
+        yield _line("source", packet["source"])
+    if affinity := packet["affinity"]:
+        pinned = affinity["remembered"]
+        yield _line("affinity", f"{affinity['seconds']} s; " + (
+            f"this sender is pinned to {pinned}" if pinned else "no endpoint is remembered for this sender"))
+    for caveat in packet["caveats"]:
+        yield _line("caveat", caveat)
+    yield from _kernel(packet["kernel"])
+
+
+def _kernel(kernel: Mapping[str, Any]) -> Iterator[str]:
+    how = "read now" if kernel["live"] else "as a proxy would write it"
+    verdict = kernel["verdict"]
+    yield _line("kernel", f"{_VERDICTS[verdict](verdict)} ({kernel['mode']}, {how})")
+    for difference in kernel["differences"]:
+        yield _line("", difference)
+    yield from _table("", [(item["where"], faint(item["text"])) for item in kernel["objects"]])
+
+
+def _table(label: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    width = max((len(row[0]) for row in rows), default=0)
+    for at, (first, second) in enumerate(rows):
+        yield _line("" if at else label, f"{first:{width}}  {second}")
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:{_INDENT - 2}}{text}"

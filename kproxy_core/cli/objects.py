@@ -1,0 +1,106 @@
+"""The objects that flags name, read once and planned without a running proxy. Imports most of the program."""
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from kproxy_core.app.assembly import make_source, make_store
+from kproxy_core.cli.run import prepare
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import Config
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings
+from kproxy_core.kube.access import CurrentAccess
+from kproxy_core.kube.store import Store
+from kproxy_core.linux.addresses import node_addresses
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.events import BadObject, Event
+from kproxy_core.modes import settings as terms
+from kproxy_core.modes.choice import conclude
+from kproxy_core.observe import logs
+from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.plans import FamilyPlans
+
+log = logging.getLogger("kproxy.run")
+
+
+class Objects(NamedTuple):
+    """The plans for objects that were read without a running proxy, and a backend of the mode."""
+
+    plans: Mapping[Family, FamilyPlans]
+    registry: Registry
+    instance: BackendInstance
+    settings_of: Callable[[str], BackendSettings]
+    """Returns the settings of each mode."""
+    config: Config
+    store: Store
+
+
+@contextmanager
+def read_objects(
+    flags: Flags, *, this_machine: bool, addresses: frozenset[Address] | None = None,
+    families: tuple[Family, ...] = (),
+) -> Iterator[Objects]:
+    """Yield the plans for the objects that *flags* name. Unusable objects are logged.
+
+    *this_machine*: the node has this machine's addresses, whatever its Node object says. *addresses*: it has
+    these. *families*: those to serve instead of this machine's. Raises as `cli_errors` expects.
+    """
+    gc.disable()  # What a command reads lives until it has answered.
+    config, registry, configuration = prepare(flags)
+    if not config.mode:
+        config = configuration.of(conclude(configuration, registry, terms.served_families()))
+    families = families or terms.served_families()
+    logs.set_up(0, "text")
+    instance = registry.make_backend(config.mode, terms.serving_settings(config, registry, families))
+    try:
+        settings = terms.node_settings(config, registry.load(config.mode))
+        if this_machine:
+            addresses = node_addresses(registry.is_of_node)
+        store = _read(config, settings.name, families)
+        if addresses is None:
+            own = store.node
+            addresses = frozenset(own.addresses) if own else node_addresses(registry.is_of_node)
+        facts = NodeFacts(settings, addresses)
+        facts.node, facts.service_cidrs = store.node, store.service_cidrs
+        plans = {family: _planned(family, store, facts) for family in families}
+        settings_of = terms.settings_of_modes(configuration, families)
+        yield Objects(plans, registry, instance, settings_of, config, store)
+    finally:
+        gc.enable()
+        registry.close_backend(instance)
+
+
+def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
+    plans = FamilyPlans(family, store)
+    plans.set_node(facts.view(family), facts.addresses)
+    for conflict in plans.plan():
+        log.warning(str(conflict))
+    return plans
+
+
+def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
+    if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
+        raise terms.StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
+    access = CurrentAccess(config.master, config.client.kubeconfig)
+    source = make_source(config, node_name, access, lambda _: None)
+    store = make_store(config, families, source)
+    delivered: SimpleQueue[list[Event]] = SimpleQueue()
+    try:
+        source.start(delivered.put)
+    except OSError as error:
+        raise terms.StartFailed(f"can't read {config.kproxy.manifests}: {error}") from error
+    try:
+        while not store.complete:
+            for event in delivered.get():
+                store.fold(event)
+                if isinstance(event, BadObject):
+                    log.warning("not used: %s", event)
+    finally:
+        source.stop()
+    return store

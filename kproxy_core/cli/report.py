@@ -1,0 +1,237 @@
+"""``kproxy report``: one archive for a bug report, and answers from one on another machine."""
+
+import io
+import json
+import os
+import platform
+import re
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+import click
+import yaml
+
+from kproxy_core.app.control import NoProxy, RequestRefused, send_request
+from kproxy_core.cli.options import OBJECTS
+from kproxy_core.config.flags import Flags, version_told
+from kproxy_core.linux import programs
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.libnftables import list_tables
+from kproxy_core.linux.modules import Modules, Presence
+
+# The kernel's state as text, by the programs and files that exist here. Loads no kernel module.
+
+_COMMANDS = (
+    # File, module that the command would load, command.
+    ("iptables.txt", "", ("iptables-save", "-c")),
+    ("ip6tables.txt", "", ("ip6tables-save", "-c")),
+    ("ipset.txt", "ip_set", ("ipset", "list")),
+    ("addresses.txt", "", ("ip", "address")),
+    ("routes.txt", "", ("ip", "route", "show", "table", "all")),
+    ("ipv6-routes.txt", "", ("ip", "-6", "route", "show", "table", "all")),
+    ("routing-rules.txt", "", ("ip", "rule")),
+)
+_FILES = (
+    ("ip_vs.txt", "/proc/net/ip_vs"),
+    ("conntrack-statistics.txt", "/proc/net/stat/nf_conntrack"),
+    ("sockets.txt", "/proc/net/sockstat"),
+    ("modules.txt", "/proc/modules"),
+)
+_SYSCTLS = (
+    "net/netfilter/*", "net/ipv4/vs/*", "net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding",
+    "net/ipv4/conf/all/route_localnet",
+)  # fmt: skip
+"""Patterns below /proc/sys."""
+
+
+def kernel_state() -> Iterator[tuple[str, str]]:
+    modules = Modules()
+
+    def is_loaded(module: str) -> bool:
+        return modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
+
+    if is_loaded("nf_tables"):
+        yield "nft-ruleset.txt", _ruleset()
+    for name, module, command in _COMMANDS:
+        if (not module or is_loaded(module)) and programs.find(command[0]):
+            yield name, _output(command)
+    for name, path in _FILES:
+        try:
+            yield name, Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+    yield "sysctl.txt", "".join(_sysctls())
+
+
+def _ruleset() -> str:
+    """Return all tables as nft prints them, behind a comment for each one that it cannot."""
+    try:
+        text, unread = list_tables(style=["handle_output"])
+    except HostError as error:
+        return f"# {error}\n"
+    return "".join(f"# {problem}\n" for problem in unread) + text
+
+
+def _output(command: tuple[str, ...]) -> str:
+    try:
+        done = programs.run(*command)
+    except HostError as error:
+        return f"{error}\n"
+    return done.stdout + (done.stderr if done.returncode else "")
+
+
+def _sysctls() -> Iterator[str]:
+    root = Path("/proc/sys")
+    for path in (path for pattern in _SYSCTLS for path in sorted(root.glob(pattern))):
+        try:
+            yield f"{path.relative_to(root)} = {path.read_text(errors='replace').strip()}\n"
+        except OSError:
+            continue
+
+
+# ``kproxy report``: one archive for a bug report, and answers from one on another machine.
+
+TOP = "kproxy-report"
+"""The directory in the archive."""
+_LARGEST = 512 << 20
+"""Bytes of a member that is read."""
+_SECRET = re.compile(r"token|password|secret|credential|client-?key|private", re.IGNORECASE)
+_USER_INFO = re.compile(r"//[^/@\s]+@")
+
+Json = Mapping[str, Any]
+
+
+def contents(flags: Flags) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of everything that can be found out. What cannot is said in ``problems.txt``.
+
+    Raises as `cli_errors` expects.
+    """
+    problems: list[str] = []
+    about: Json = {}
+    try:
+        about = _described(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
+    except (NoProxy, RequestRefused) as error:
+        problems.append(f"running proxy: {error}")
+    yield "version.txt", f"{version_told('raw')}\n{platform.platform()}\n"
+    yield "machine.json", _machine(flags)
+    if about:
+        node = {"mode": about["mode"], **about["node"]}
+        yield "node.json", _text(node)
+        yield "configuration.yaml", yaml.safe_dump(without_secrets(about["configuration"]), sort_keys=False)
+        yield "objects/objects.json", _text({"kind": "List", "apiVersion": "v1", "items": about["objects"]})
+        yield "plans.json", _text(about["plans"])
+        for key in ("metrics", "log"):
+            if about.get(key):
+                yield f"{key}.txt", "\n".join(map(_cleaned, about[key])) + "\n"
+    if about and not OBJECTS & set(flags):
+        try:
+            yield "diff.json", _text(send_request({"do": "diff"})["differences"])
+        except (NoProxy, RequestRefused) as error:
+            problems.append(f"diff: {error}")
+    for name, text in kernel_state():
+        yield f"kernel/{name}", text
+    if problems:
+        yield "problems.txt", "\n".join(problems) + "\n"
+
+
+def _described(flags: Flags) -> Json:
+    """Return a proxy's report on the objects of *flags*. Raises as `cli_errors` expects."""
+    from kproxy_core.app.answers import described
+    from kproxy_core.cli.objects import read_objects
+    from kproxy_core.config.settings import effective
+
+    with read_objects(flags, this_machine=True) as found:
+        store = found.store
+        return {"mode": found.instance.mode, "configuration": effective(found.config),
+                **described(found.plans, store.services, store.all_slices(), store.origins)}  # fmt: skip
+
+
+def new_name() -> str:
+    """Return a name for an archive of this moment."""
+    return time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime())
+
+
+def create(path: str) -> BinaryIO:
+    """Return a new file at *path*, readable by its owner only. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def write(file: BinaryIO, found: Iterator[tuple[str, str]]) -> list[str]:
+    """Write the archive to *file*, which may be a pipe; return the names of its members. Raises OSError."""
+    names = []
+    with tarfile.open(fileobj=file, mode="w|gz") as archive:
+        for name, text in found:
+            data = text.encode(errors="replace")
+            member = tarfile.TarInfo(f"{TOP}/{name}")
+            member.size, member.mtime, member.mode = len(data), int(time.time()), 0o644
+            archive.addfile(member, io.BytesIO(data))
+            names.append(name)
+    return names
+
+
+@contextmanager
+def opened(path: str) -> Iterator[tuple[Flags, Json]]:
+    """Yield flags that mean the objects in an archive, and what it says about its node.
+
+    Raises ClickException if the archive cannot be used.
+    """
+    try:
+        with tarfile.open(path) as archive, TemporaryDirectory(prefix="kproxy-report-") as directory:
+            node = json.loads(_member(archive, "node.json"))
+            configuration = yaml.safe_load(_member(archive, "configuration.yaml"))
+            configuration.pop("clientConnection", None)
+            (Path(directory) / "configuration.yaml").write_text(yaml.safe_dump(configuration))
+            manifests = Path(directory) / "objects"
+            manifests.mkdir()
+            (manifests / "objects.json").write_bytes(_member(archive, "objects/objects.json"))
+            yield Flags(
+                manifests=str(manifests), config=f"{directory}/configuration.yaml", mode=node["mode"],
+                hostname_override=node["name"],
+            ), node  # fmt: skip
+    except (OSError, tarfile.TarError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise click.ClickException(f"{path}: not a report of kproxy with objects: {reason}") from error
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    member = archive.getmember(f"{TOP}/{name}")
+    file = archive.extractfile(member)
+    if file is None or member.size > _LARGEST:
+        raise ValueError(f"{name} is not a file, or is too large")
+    return file.read()
+
+
+def without_secrets(value: Any) -> Any:
+    """Return *value* without the values of secret keys, and URLs without user names."""
+    match value:
+        case dict():
+            return {key: "(left out)" if _SECRET.search(str(key)) and item else without_secrets(item)
+                    for key, item in value.items()}  # fmt: skip
+        case list() | tuple():
+            return [without_secrets(item) for item in value]
+        case str():
+            return _cleaned(value)
+    return value
+
+
+def _cleaned(text: str) -> str:
+    return _USER_INFO.sub("//", text)
+
+
+def _machine(flags: Flags) -> str:
+    from kproxy_core.cli.modes import find_out, formatted
+    from kproxy_core.contract.registry import Registry
+    from kproxy_core.modes.settings import Configuration
+
+    configuration = Configuration.read(flags)
+    registry = Registry(plugins=configuration.of("").kproxy.plugins)
+    return formatted(find_out(registry, "", configuration, load_modules=False), "json") + "\n"
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, indent=1) + "\n"

@@ -1,0 +1,138 @@
+"""``kproxy`` without a command, and functions that several commands share."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kproxy_core.config.flags import Flags
+    from kproxy_core.config.settings import Config
+    from kproxy_core.contract.registry import Registry
+    from kproxy_core.kube.access import CurrentAccess
+    from kproxy_core.modes.settings import Configuration
+
+
+def run(flags: Flags, *, init_only: bool) -> None:
+    """Run the proxy, or with *init_only* do only what needs all privileges. Exit with 1 if that fails."""
+    # What a start imports and reads lives on. Searching it for cycles would take longer than the first sync
+    # itself, and find none, until `preparation.settle_memory` excludes it.
+    gc.disable()
+    from kproxy_core.observe import logs
+
+    with cli_errors():
+        config, registry, configuration = prepare(flags)
+        logs.set_up(config.verbosity, config.logging_format)
+        logs.log_uncaught()
+        access = _begin_access(config)
+        from kproxy_core.app import assembly as process
+        from kproxy_core.modes.standby import await_turn
+
+    for notice in (*config.notices, *registry.broken):
+        process.log.warning(str(notice))
+    try:
+        with cli_errors():
+            if init_only:
+                process.set_up(config, registry, configuration, access)
+                return
+            lock, waited = await_turn(config.kproxy.state_directory, exclusive=config.kproxy.exclusive)
+            if waited:  # The other process may have switched modes.
+                config, registry, configuration = prepare(flags)
+                access = _begin_access(config)
+            try:
+                process.run(config, registry, configuration, access)
+            finally:
+                if lock is not None:
+                    lock.release()
+    except click.ClickException as error:
+        process.log.error(error.message)
+        sys.exit(1)
+
+
+def _begin_access(config: Config) -> CurrentAccess:
+    """Return the access to the API server. A child process begins to load it, while this one imports.
+
+    Raises StartFailed.
+    """
+    from kproxy_core.kube.access import AccessError, CurrentAccess
+    from kproxy_core.modes.settings import StartFailed
+
+    access = CurrentAccess(config.master, config.client.kubeconfig)
+    try:
+        if not config.kproxy.manifests:
+            access.begin()
+    except AccessError as error:
+        raise StartFailed(str(error)) from error
+    return access
+
+
+def write_config(flags: Flags) -> None:
+    """Write the effective configuration to the file that ``--write-config-to`` names."""
+    from kproxy_core.config.settings import written
+    from kproxy_core.modes.settings import Configuration
+
+    path = flags["write_config_to"]
+    with cli_errors():
+        config = Configuration.read(flags).asked
+        text = written(config)
+        try:
+            with open(path, "w", encoding="utf-8") as output:
+                output.write(text)
+        except OSError as error:
+            raise click.ClickException(f"--write-config-to: {path!r}: {error.strerror}") from error
+    for notice in config.notices:
+        click.echo(f"Warning: {notice}", err=True)
+    click.echo(f"the configuration was written to {path}", err=True)
+
+
+def warn_of_broken(registry: Registry) -> None:
+    for broken in registry.broken:
+        click.echo(f"Warning: {broken}", err=True)
+
+
+def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
+    """Return the effective configuration of the mode to start in, the plugins, and what was asked for.
+
+    Without a mode, the configuration names none either. Raises as `cli_errors` expects.
+    """
+    from kproxy_core.contract.registry import Registry
+    from kproxy_core.modes.journal import Journal
+    from kproxy_core.modes.settings import Configuration
+
+    configuration = Configuration.read(flags)
+    config = configuration.of(configuration.mode)
+    registry = Registry(plugins=config.kproxy.plugins)
+    mode = Journal(config.kproxy.state_directory).starting_mode(config.mode, registry.modes) or config.mode
+    if mode != config.mode:
+        config = configuration.of(mode)
+    if mode:
+        registry.load(mode)
+    return config, registry, configuration
+
+
+@contextmanager
+def cli_errors(status: int = 1) -> Iterator[None]:
+    """Turn expected errors into one line and *status*. Any other exception is a bug and is shown as one."""
+    try:
+        yield
+    except Exception as error:
+        # Imported only now: a third of the time that a command takes which asks the running proxy.
+        from kproxy_core.app.control import NoProxy, RequestRefused
+        from kproxy_core.app.explain import NoAnswer
+        from kproxy_core.config.file import ConfigError
+        from kproxy_core.contract.errors import BackendError
+        from kproxy_core.linux.errors import HostError
+        from kproxy_core.modes.settings import StartFailed
+
+        expected = (BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed)
+        if not isinstance(error, expected):
+            raise
+        lines = error.problems if isinstance(error, ConfigError) else [error]
+        failure = click.ClickException("\n".join(map(str, lines)))
+        failure.exit_code = status  # type: ignore[misc]  # a class variable by its stub; click asks the object
+        raise failure from error

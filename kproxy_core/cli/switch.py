@@ -1,0 +1,66 @@
+"""``kproxy switch``."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from kproxy_core.app.control import send_request
+from kproxy_core.cli.plan import kernel_lines
+from kproxy_core.cli.terminal import bad, faint, good, is_terminal, show
+
+
+def check(mode: str, *, as_json: bool) -> bool:
+    """Print what would change with *mode*. Return True if nothing would be lost.
+
+    Raises RequestRefused or NoProxy.
+    """
+    found = send_request({"do": "compare", "mode": mode})
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return not found["loses"]
+    now = found["mode"]
+    if now == mode:
+        show(f"{mode} already serves")
+        return True
+    if not found["appearing"] and not found["disappearing"]:
+        show(f"nothing changes for this node's Services between {now} and {mode}")
+    for line in kernel_lines(mode, found["kernel"]):
+        show(line)
+    for caveat in found["appearing"]:
+        show(f"{bad('lost') if caveat['lost'] else 'differs'}: {_described(caveat)}")
+    for caveat in found["disappearing"]:
+        show(f"{bad('lost') if caveat['only_here'] else 'gone'} with {now}: {_described(caveat)}")
+    return not found["loses"]
+
+
+def switch(mode: str, *, as_json: bool) -> None:
+    """Switch the running proxy to *mode*, and print each step. Raises RequestRefused or NoProxy."""
+    done = send_request({"do": "switch", "mode": mode}, _step_printer(as_json))
+    if as_json:
+        click.echo(json.dumps(done))
+    elif done["configured"] != mode:
+        named = f"mode {done['configured']!r}" if done["configured"] else "no mode"
+        show(f"the configuration has {named}: set {mode!r} to keep it after a reboot")
+
+
+def _step_printer(as_json: bool) -> Callable[[str], None]:
+    """Return a function that prints a step: a line of JSON, plain text, or with the time on a terminal."""
+    began = time.monotonic()
+
+    def print_step(line: str) -> None:
+        if as_json:
+            click.echo(json.dumps({"step": line}))
+        elif is_terminal():
+            text = bad(line) if line.startswith("rolling back") else line
+            show(f"{faint(f'{time.monotonic() - began:5.1f} s')} {good('*')} {text}")
+        else:
+            click.echo(line)
+
+    return print_step
+
+
+def _described(caveat: Mapping[str, Any]) -> str:
+    return f"{caveat['service_port']}: {caveat['what']}" if caveat["service_port"] else str(caveat["what"])

@@ -1,0 +1,164 @@
+"""``kproxy top``: the traffic of Services, live in the terminal."""
+
+import json
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kproxy_core.app.control import send_request
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SORTS = ("rate", "connections", "rejected", "failed", "bytes", "name")
+_MOST_SHOWN = 500
+_WIDE = 110
+"""Columns of a terminal in which frontends are shown."""
+_WIDTH_OF_FILES = 160
+_KEYS = "q quit   s order   / filter   space pause   e endpoints"
+
+
+def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
+    """Print one look. Raises RequestRefused or NoProxy."""
+    found = _ask(sort, search, count)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    console.print(_table(found, View(sort, search, endpoints=True), console.width, keys=""))
+
+
+def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
+    return send_request({"do": "top", "search": search, "sort": sort, "count": min(count, _MOST_SHOWN)})
+
+
+@dataclass
+class View:
+    """The choices of the person at the terminal."""
+
+    sort: str
+    search: str
+    endpoints: bool = False
+    paused: bool = False
+    typing: bool = False
+
+    def press(self, key: str) -> bool:
+        """Do what a pressed key asks for. Return False for the key that quits."""
+        if self.typing:
+            if key in "\r\n\x1b":
+                self.typing = False
+            elif key in "\x7f\b":
+                self.search = self.search[:-1]
+            elif key.isprintable():
+                self.search += key
+            return True
+        match key:
+            case "q" | "\x03" | "\x04":
+                return False
+            case "s":
+                self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+            case "/":
+                self.typing, self.search = True, ""
+            case " ":
+                self.paused = not self.paused
+            case "e":
+                self.endpoints = not self.endpoints
+        return True
+
+
+def watch(sort: str, search: str, seconds: float) -> None:
+    """Show traffic until a key quits, read every *seconds*. Raises RequestRefused or NoProxy."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    view = View(sort, search)
+    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+        found: Mapping[str, Any] = {}
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= due and not (view.paused and found):
+                found, due = _ask(view.sort, view.search, console.height), now + seconds
+            live.update(_table(found, view, console.width), refresh=True)
+            patience = None if view.paused else max(0.0, due - time.monotonic())
+            if not select.select([sys.stdin], [], [], patience)[0]:
+                continue
+            if not view.press(sys.stdin.read(1)):
+                return
+            due = 0.0
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Deliver keys at once instead of lines."""
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    status = found["status"]
+    health = "[green]healthy[/]" if status["healthy"] else "[bold red]not healthy[/]"
+    matching = f"{found['found']} of {found['all']} service ports"
+    title = f"{escape(status['node'])}  {escape(status['mode'])}  {health}  {matching}"
+    problems = [f"[red]{escape(problem)}[/]" for problem in status["problems"]]
+    if not found["counted"]:
+        problems.append("[yellow]connections are not counted: set kproxy.trafficMetrics[/]")
+    order = f"order: {view.sort}"
+    if view.search or view.typing:
+        order += f"   filter: {escape(view.search)}"
+    table = Table(
+        title="\n".join([title, *problems]),
+        caption=f"{order}{'   paused' if view.paused else ''}\n{keys}".rstrip(), expand=True,
+        title_justify="left", caption_justify="left", box=None, header_style="bold",
+    )  # fmt: skip
+    table.add_column("service port", overflow="fold", min_width=24, ratio=3)
+    wide = width >= _WIDE
+    if wide:
+        table.add_column("frontends", overflow="fold", ratio=2)
+    for name in ("endpoints", "per second", "connections", "rejected", "failed", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found["services"]:
+        problem = "".join(f" [red]{escape(text)}[/]" for text in row["problems"])
+        more = len(row["frontends"]) - 1
+        frontends = " ".join([*row["frontends"][:1], *[f"+{more}"] * (more > 0)])
+        table.add_row(
+            f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *[escape(frontends)] * wide,
+            str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
+            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")), _bytes(row))
+        for endpoint in row["endpoints"] if view.endpoints else ():
+            former = "" if endpoint["usable"] else " [yellow](no longer usable)[/]"
+            name = f"  {escape(endpoint['endpoint'])}{former}"
+            failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
+            table.add_row(name, *[""] * (2 + wide), str(endpoint["forwarded"]), "", str(failed),
+                          _bytes(endpoint))
+    return table
+
+
+def _bytes(row: Mapping[str, Any]) -> str:
+    """Return the bytes of both directions, such as ``1.5 MB``; "-" without any, as if none are counted."""
+    number: float = row["bytes_to_endpoint"] + row["bytes_from_endpoint"]
+    if not number:
+        return "-"
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while number >= 1000 and unit != "TB":
+        number, unit = number / 1000, next(units)
+    return f"{float(f'{number:.3g}'):g} {unit}"

@@ -1,0 +1,1 @@
+"""The contract of backends: hooks, values, errors and the registry of plugins."""

@@ -1,0 +1,39 @@
+"""Caveats that several modes share, in the same words, so that they cancel out in a comparison of modes."""
+
+from collections.abc import Iterator
+
+from kproxy_core.contract.values import Caveat, Update
+from kproxy_core.model.address import format_address
+from kproxy_core.plan.service_plan import ServicePlan
+
+
+def sorted_plans(update: Update) -> list[ServicePlan]:
+    return [plan for _, plan in sorted(update.plans.items())]
+
+
+def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) -> Iterator[Caveat]:
+    """Yield the addresses on which node ports are not served, by configuration or not.
+
+    Yields nothing on a node without node ports. *loopback*: the mode now serves them on loopback.
+    *any_local_address*: it can serve them on local addresses that no interface has.
+    """
+    plans = [plan for plan in sorted_plans(update) if plan.node_port]
+    if not plans:
+        return
+    node = update.node
+    ports = f"{node.family.label} node ports"
+    if not node.node_ports_anywhere:
+        where = ", ".join(map(format_address, node.node_port_addresses))
+        yield Caveat(f"{ports} are served on {where} only" if where else f"{ports} are not served")
+    if not (node.node_ports_anywhere and any_local_address):
+        yield Caveat(f"{ports} are not served on local addresses that no interface has")
+    if not loopback:
+        for plan in plans:
+            unserved = format_address(node.family.loopback)
+            yield Caveat(f"node port {plan.node_port} is not served on {unserved}", plan.key)
+
+
+def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:
+    """Yield the caveat of a mode that handles only the Services' own ports of their ClusterIPs."""
+    if any(plan.cluster_ip is not None for plan in update.plans.values()):
+        yield Caveat("connections to other ports of ClusterIPs are not refused", lost=False)

@@ -1,1 +1,0 @@
-"""Questions about packets and their answers, for people and as JSON. Pure, and the same for every mode."""

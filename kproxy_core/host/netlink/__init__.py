@@ -1,1 +1,0 @@
-"""Netlink: messages, sockets, watches, interface addresses. Nothing that only one backend needs."""

@@ -1,1 +1,0 @@
-"""Traces of packets through nf_tables' rules, iptables-nft's included (linux/netfilter/nf_tables.h)."""

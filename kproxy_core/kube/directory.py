@@ -1,0 +1,664 @@
+"""Services, endpoints and nodes from a directory of manifests, followed as they change."""
+
+import enum
+import errno
+import logging
+import os
+import stat
+import time
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct, structs
+from msgspec.structs import replace
+
+from kproxy_core.kube import decode
+from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS, SERVICES, Malformed
+from kproxy_core.kube.reading import quoted, shown
+from kproxy_core.kube.yaml import NotYaml, documents
+from kproxy_core.linux import files
+from kproxy_core.linux.files import DirectoryWatch, Hints, is_manifest
+from kproxy_core.linux.netlink import Watch
+from kproxy_core.model.events import (
+    BadObject,
+    Complete,
+    Emit,
+    Event,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+    limit_complaints,
+)
+from kproxy_core.model.service import EndpointSlice, ServiceName
+from kproxy_core.model.timing import Backoff
+
+# Manifest files, from bytes to readings of the API objects in them.
+
+RESOURCES: dict[str, decode.Resource[Any, Any]] = {
+    resource.kind: resource
+    for resource in (
+        decode.SERVICES, decode.ENDPOINT_SLICES, decode.ENDPOINTS, decode.NODES, decode.SERVICE_CIDRS
+    )
+}
+"""The kinds that a manifest may hold for a proxy. Other kinds are ignored."""
+
+Key = tuple[str, tuple[str, str]]
+"""Kind, and namespace and name, of an object."""
+
+_MAX_LISTS = 4
+"""Limit for the nesting of Lists."""
+MOST_STRAY = 1000
+"""Limit for documents and items that are no API objects: a file with more of them is no manifest."""
+
+
+class _Head(Struct, frozen=True, rename="camel"):
+    api_version: Any = None
+    kind: Any = None
+    items: Raw = Raw(b"null")
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_items = msgspec.json.Decoder(list[Raw] | None).decode
+
+
+@dataclass(slots=True)
+class Manifest:
+    objects: list[tuple[Key, Any]] = field(default_factory=list)
+    """Every object with a usable name, and its `Reading.value`, in the order of the file."""
+    bad: list[BadObject] = field(default_factory=list)
+    """The problems in the file, at most `MOST_COMPLAINTS` and one that counts the rest."""
+    stray: int = 0
+    """Documents and items that are no API objects."""
+
+    def _add(self, where: str, resource: decode.Resource[Any, Any], value: bytes | Raw) -> None:
+        reading = resource.from_json(value)
+        if reading.name is not None:
+            self.objects.append(((resource.kind, reading.name), reading.value))
+        for bad in reading.bad:
+            self.bad.append(bad if bad.name else structs.replace(bad, name=where))
+
+    def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
+        self.bad.append(BadObject(shown(kind), where, path, problem))
+        self.stray += 1
+        if self.stray > MOST_STRAY:
+            raise decode.Malformed(f"more than {MOST_STRAY} documents or items are no API objects")
+
+
+def read_manifest(name: str, data: bytes) -> Manifest:
+    """Return the objects in *data*, the content of the file *name*.
+
+    It is read as JSON if the name or the first character says so, else as YAML. Raises Malformed if the file
+    as a whole is neither.
+    """
+    if not data or data.isspace():
+        raise decode.Malformed("is empty")
+    manifest = _read(name, data, shown(name))
+    manifest.bad = limit_complaints(manifest.bad, "file", shown(name))
+    return manifest
+
+
+def _read(name: str, data: bytes, where: str) -> Manifest:
+    is_json = name.endswith(".json")
+    if is_json or data[:64].lstrip().startswith(b"{"):
+        manifest = Manifest()
+        try:
+            _collect(manifest, where, data.removeprefix(BOM_UTF8))
+            return manifest
+        except decode.UNDECODABLE as error:
+            if is_json:
+                raise decode.Malformed(f"is not a JSON object: {decode.explained(error).problem}") from error
+            # YAML may start with a brace, too.
+    manifest = Manifest()
+    try:
+        for i, value in enumerate(documents(data), 1):
+            if value is not None:
+                _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
+    except NotYaml as error:
+        raise decode.Malformed(f"is not YAML: {error}") from error
+    return manifest
+
+
+def _collect_value(manifest: Manifest, where: str, value: object, lists: int = 0) -> None:
+    try:
+        _collect(manifest, where, msgspec.json.encode(value), lists)
+    except decode.UNDECODABLE as error:
+        manifest._complain("object", where, "", decode.explained(error).problem)
+
+
+def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:
+    """Add the object or objects of *value*. Raises one of UNDECODABLE if it is no JSON object."""
+    head = _decode_head(value)
+    kind, version = head.kind, head.api_version
+    if not isinstance(kind, str) or not kind:
+        return manifest._complain("object", where, "kind", "is missing")
+    if not isinstance(version, str) or not version:
+        return manifest._complain(kind, where, "apiVersion", "is missing")
+    if kind == "List" and version == "v1":
+        return _collect_items(manifest, where, head, None, lists + 1)
+    resource = RESOURCES.get(kind.removesuffix("List"))
+    if resource is None or _group(version) != _group(resource.api_version):
+        return None  # another kind, perhaps one of the same name in another API
+    if version != resource.api_version:
+        return manifest._complain(
+            kind, where, "apiVersion", f"{quoted(version)} is not {resource.api_version}")
+    if kind != resource.kind:
+        return _collect_items(manifest, where, head, resource, lists + 1)
+    return manifest._add(where, resource, value)
+
+
+def _collect_items(
+    manifest: Manifest, where: str, head: _Head, resource: decode.Resource[Any, Any] | None, lists: int
+) -> None:
+    """Add the items of a list: of *resource*, or None: each of the kind that it names itself."""
+    if lists > _MAX_LISTS:
+        return manifest._complain(head.kind, where, "", "lists are nested too deeply")
+    try:
+        items = _decode_items(head.items) or []
+    except decode.UNDECODABLE:
+        return manifest._complain(head.kind, where, "items", "is not a list")
+    for i, item in enumerate(items):
+        place = f"{where} items[{i}]"
+        if resource is None:
+            _collect_value(manifest, place, item, lists)
+        else:
+            manifest._add(place, resource, item)
+    return None
+
+
+def _group(version: str) -> str:
+    return version.rpartition("/")[0]
+
+
+# The objects of all manifest files, and the events that follow when files change.
+#
+# If several files hold an object, the first file by name is used, and the next one when that is deleted.
+# An object that becomes invalid keeps its last good version, as an API server would have refused the
+# update; so do all objects of a malformed file. Endpoints are mirrored as EndpointSlices while their
+# Service has none.
+
+Values = dict[Key, Any]
+"""The `Reading.value` of each object."""
+
+
+class Inventory:
+    """The objects of all files. Nodes other than *node_name* are ignored."""
+
+    def __init__(self, node_name: str) -> None:
+        self._node_name = node_name
+        self._files: dict[str, Values] = {}
+        self._holders: dict[Key, tuple[str, ...]] = {}
+        """The files that hold an object, sorted: the first one is used."""
+        self._bad: dict[str, frozenset[BadObject]] = {}
+        """The problems reported for each file, as long as it has them."""
+        self._failures: dict[str, str] = {}
+        self._spares: dict[Key, frozenset[str]] = {}
+        """The unused files of an object that have been reported."""
+        self._own_slices: Counter[ServiceName] = Counter()
+        """The number of slices of each Service that mirror nothing."""
+        self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        """The slices announced for Endpoints objects."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def apply(self, changes: Mapping[str, Manifest | Malformed | None]) -> list[Event]:
+        """Return the events for files with new content; None: the file is gone."""
+        before: Values = {}
+        reports: list[BadObject] = []
+        for file, content in changes.items():
+            if isinstance(content, Malformed):
+                reports.extend(self._fail(file, str(content)))
+            else:
+                self._failures.pop(file, None)
+                reports.extend(self._take(file, content or Manifest(), before))
+        events = self._differences(before)
+        spares = [report for key in before for report in self._report_spares(key)]
+        return [*events, *reports, *limit_complaints(spares, "directory", "(objects in several files)")]
+
+    def has_failed(self, file: str) -> bool:
+        return file in self._failures
+
+    def _fail(self, file: str, problem: str) -> list[BadObject]:
+        if self._failures.get(file) == problem:
+            return []
+        self._failures[file] = problem
+        return [BadObject("file", shown(file), "", problem)]
+
+    def _take(self, file: str, manifest: Manifest, before: Values) -> list[BadObject]:
+        """Record the new content of *file*. Put the values used so far, of changed objects, into *before*."""
+        old = self._files.get(file, {})
+        new: Values = {}
+        bad = list(manifest.bad)
+        for key, value in manifest.objects:
+            if key[0] == NODES.kind and key[1] != ("", self._node_name):
+                continue
+            if key in new:
+                bad.append(_report(key, f"is in {shown(file)} more than once"))
+            elif value is not None:
+                new[key] = value
+            elif key in old:
+                new[key] = old[key]
+        alone = (file,)
+        for key in {**old, **new}:
+            if old.get(key) == new.get(key):
+                continue
+            before.setdefault(key, self._value(key))
+            others = [holder for holder in self._holders.get(key, ()) if holder != file]
+            if key in new:
+                self._holders[key] = tuple(sorted([*others, file])) if others else alone
+            elif others:
+                self._holders[key] = tuple(others)
+            else:
+                del self._holders[key]
+        if new:
+            self._files[file] = new
+        else:
+            self._files.pop(file, None)
+        reported = self._bad.pop(file, frozenset())
+        if bad:
+            self._bad[file] = frozenset(bad)
+        return [problem for problem in dict.fromkeys(bad) if problem not in reported]
+
+    def _value(self, key: Key) -> Any:
+        """Return the value used for the object *key*; None: there is none, or it is not for this proxy."""
+        holders = self._holders.get(key)
+        value = self._files[holders[0]].get(key) if holders else None
+        return None if isinstance(value, (ServiceGone, SliceGone)) else value
+
+    def _differences(self, before: Values) -> list[Event]:
+        """Return the events that lead from the values *before* to those used now."""
+        events: list[Event] = []
+        mirrors: dict[ServiceName, None] = {}
+        for key, old in before.items():
+            new = self._value(key)
+            if new == old:
+                continue
+            kind, name = key
+            if kind == ENDPOINTS.kind:
+                mirrors[ServiceName(*name)] = None
+                continue
+            if isinstance(new, ServiceSet | SliceSet):
+                new = replace(new, origin=f"file {shown(self._holders[key][0])}")
+            events.append(RESOURCES[kind].gone(name) if new is None else new)
+            if kind == ENDPOINT_SLICES.kind:
+                for change, event in ((1, new), (-1, old)):
+                    if event is not None:
+                        self._own_slices[event.slice.service] += change
+                        mirrors[event.slice.service] = None
+        for service in mirrors:
+            events.extend(self._mirror(service))
+        return events
+
+    def _mirror(self, service: ServiceName) -> Iterator[Event]:
+        """Yield the events that update the slices mirroring the Endpoints of *service*."""
+        wanted: tuple[EndpointSlice, ...] = ()
+        if not self._own_slices[service]:
+            del self._own_slices[service]
+            wanted = self._value((ENDPOINTS.kind, service)) or ()
+        announced = {piece.name: piece for piece in self._mirrored.pop(service, ())}
+        if wanted:
+            self._mirrored[service] = wanted
+        for piece in wanted:
+            if announced.pop(piece.name, None) != piece:
+                yield SliceSet(piece)
+        for name in announced:
+            yield SliceGone(name)
+
+    def _report_spares(self, key: Key) -> Iterator[BadObject]:
+        """Report each file that holds *key* but is not used for it, once."""
+        first, *spares = self._holders.get(key, ("",))
+        reported = self._spares.pop(key, frozenset())
+        if spares:
+            self._spares[key] = frozenset(spares)
+        for file in spares:
+            if file not in reported:
+                yield _report(key, f"is in {shown(file)} as well; the one in {shown(first)} is used")
+
+
+def _report(key: Key, problem: str) -> BadObject:
+    kind, (namespace, name) = key
+    return BadObject(kind, f"{namespace}/{name}" if namespace else name, "", problem)
+
+
+# Services, endpoints and nodes from a directory of manifests, followed as they change.
+#
+# The kernel reports changes in the directory (inotify); nothing is polled, and a change costs the files
+# that it touches. A file is read when its writer closes it or renames it into place. A file that vanishes
+# is given a moment to return, because many programs replace a file by removing it first; later changes
+# wait as long, so that all take effect in order. A file that can't be read for lack of resources is read
+# again until it can.
+
+log = logging.getLogger("kproxy.sources")
+
+GRACE = 0.02
+"""Seconds before a missing file is gone, and a file that is written but not closed is read."""
+_LONGEST_HOLD = 2 * GRACE
+"""Limit in seconds for which changes wait for removals before them: files may vanish all the time."""
+_DOUBT = 1.0
+"""Seconds without a write after which a file that appeared with broken content is final."""
+MAX_BYTES = 16 << 20
+"""Limit in bytes for a manifest."""
+_BATCH = 256
+"""Files between two deliveries of events in a scan."""
+_FINAL = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+"""Errors of reading that only a change to the file ends, which is noticed; all others may pass."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+"""Errors that are no fault of the file: until such files were read, not everything that exists is known."""
+
+Content = Manifest | Malformed | None
+"""None: there is no such file."""
+
+
+class _Why(enum.Enum):
+    """The reason for reading a file in a moment."""
+
+    VANISHED = enum.auto()
+    LINKED = enum.auto()
+    """It appeared with content: its writer is not done yet, or it was complete when linked here."""
+    DOUBTED = enum.auto()
+    """It appeared with content that was broken a moment later."""
+    WRITTEN = enum.auto()
+    """It is being written, and is complete once it is valid (JSON)."""
+
+
+class DirectorySource:
+    """Delivers the objects in the manifests in directory *path*, for the node *node_name*.
+
+    Manifests are the files ``*.yaml``, ``*.yml`` and ``*.json`` in the directory itself. It may be created
+    later, deleted and created again; while it is missing, its last state is kept.
+    """
+
+    kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
+
+    def __init__(self, path: str | os.PathLike[str], node_name: str) -> None:
+        self._path = os.path.abspath(path)
+        self._inventory = Inventory(node_name)
+        self._known: dict[str, int] = {}
+        """The fingerprint of every manifest that was read."""
+        self._links: set[str] = set()
+        """The manifests that are symbolic links."""
+        self._due: dict[str, tuple[float, _Why]] = {}
+        """Manifests to read, and when (monotonic seconds)."""
+        self._certain_at = 0.0
+        """Time at which all files that vanished are gone for certain (monotonic seconds)."""
+        self._unread: dict[str, int | None] = {}
+        """The errno of manifests, and under "" of the directory, that could not be read when tried last."""
+        self._retry_at: float | None = None
+        """Time at which all of them are tried again (monotonic seconds)."""
+        self._backoff = Backoff()
+        self._scanned = False
+        self._complete = False
+        self._missing = False
+        self._stopping = False
+
+    def start(self, emit: Emit) -> None:
+        """Start delivering. Raises OSError if the kernel grants no inotify instance."""
+        self._emit = emit
+        self._watch = DirectoryWatch(self._path)
+        self._thread = Watch("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._thread.close()
+        self._watch.close()
+
+    def _run(self) -> Iterator[float | None]:
+        """Read the directory, and follow its changes. Yield the seconds to wait for the next at most."""
+        self._renew()
+        changes: dict[str, Content] = {}
+        at_the_latest = apply_at = 0.0  # by the monotonic clock; 0: at once
+        while True:
+            yield self._seconds_to_next(apply_at if changes else None)
+            hints = self._watch.read()
+            for name, notice in hints.manifests:
+                if notice.mask & files.MODIFY:
+                    # Perhaps read while the next writer was at work, who will close it.
+                    changes.pop(name, None)
+            if not apply_at or hints.directory or hints.everything:
+                self._apply(changes)
+            now = time.monotonic()
+            if not changes:
+                at_the_latest = now + _LONGEST_HOLD
+            self._follow(hints, changes)
+            self._look_at_due(changes, now)
+            self._retry(changes, now)
+            apply_at = min(self._certain_at, at_the_latest)
+            if apply_at <= now:
+                apply_at = 0.0
+
+    def _seconds_to_next(self, apply_at: float | None) -> float | None:
+        times = [when for when, _ in self._due.values()]
+        times += [at for at in (apply_at, self._retry_at) if at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _renew(self) -> None:
+        """Find the directory, and read it if it is another one."""
+        before = self._watch.directory
+        self._watch.renew(self._links)
+        if self._watch.directory is None:
+            if not self._missing:
+                log.warning("directory of manifests is missing, waiting for it", extra={
+                    "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
+            self._missing = True
+        elif self._watch.directory != before:
+            self._missing = False
+            self._scan()
+            log.info("directory of manifests read", extra={"fields": {
+                "directory": self._path, "files": len(self._known), "objects": len(self._inventory)}})
+
+    def _scan(self) -> None:
+        """Read every manifest whose fingerprint differs from that of the last reading."""
+        try:
+            with os.scandir(self._path) as entries:
+                found = {entry.name: entry for entry in entries if is_manifest(entry.name)}
+            links = {name for name, entry in found.items() if entry.is_symlink()}
+        except OSError as error:
+            self._postpone("cannot list the directory of manifests, retrying", "", error)
+            return
+        self._unread.pop("", None)
+        if links != self._links:
+            self._links = links
+            self._watch.renew(links)
+        for name in self._known.keys() - found.keys():
+            self._look_later(name, _Why.VANISHED)
+        changes: dict[str, Content] = {}
+        for name in sorted(found):
+            if self._stopping:
+                return
+            if not self._is_known(found[name]):
+                self._read_into(changes, name)
+            if len(changes) == _BATCH:
+                self._apply(changes)
+        self._scanned = True
+        self._apply(changes)
+
+    def _is_known(self, entry: os.DirEntry[str]) -> bool:
+        try:
+            seen = self._known.get(entry.name)
+            return bool(seen) and seen == _fingerprint(entry.stat())
+        except OSError:
+            return False
+
+    def _follow(self, hints: Hints, changes: dict[str, Content]) -> None:
+        """Read into *changes* every file that is complete, and schedule the others."""
+        if hints.directory:
+            self._renew()
+        elif hints.links:
+            self._watch.renew(self._links)
+        if hints.everything:
+            self._scan()
+        moved = {notice.cookie for _, notice in hints.manifests if notice.mask & files.MOVED_TO}
+        settled: dict[str, None] = {}
+        for name, notice in hints.manifests:
+            if notice.mask & files.MOVED_FROM and notice.cookie in moved:
+                self._due.pop(name, None)
+                changes[name] = None
+            elif self._is_settled(name, notice.mask):
+                self._due.pop(name, None)
+                changes.pop(name, None)
+                settled[name] = None
+        self._note_links(settled)
+        for name in settled:
+            if os.path.exists(self._path_of(name)):
+                self._read_into(changes, name)
+            else:
+                self._look_later(name, _Why.VANISHED)
+
+    def _is_settled(self, name: str, mask: int) -> bool:
+        """Return whether a manifest is complete right after *mask*. If it may be later, schedule it."""
+        if mask & (files.CLOSE_WRITE | files.MOVED_TO):
+            return True
+        if mask & (files.DELETE | files.MOVED_FROM):
+            self._look_later(name, _Why.VANISHED)
+        elif mask & files.CREATE:
+            self._due.pop(name, None)
+            return self._is_linked(name)
+        elif mask & files.MODIFY:
+            _, why = self._due.get(name, (0.0, None))
+            if name.endswith(".json"):
+                if why is not _Why.WRITTEN:
+                    self._look_later(name, _Why.WRITTEN)
+            elif why in (_Why.LINKED, _Why.DOUBTED):
+                del self._due[name]
+        return bool(mask & files.ATTRIB) and self._inventory.has_failed(name)
+
+    def _is_linked(self, name: str) -> bool:
+        """Return whether a manifest that has just appeared is a link, not a file that is being written."""
+        try:
+            status = os.stat(self._path_of(name))
+        except OSError:
+            return True
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            if status.st_size:
+                self._look_later(name, _Why.LINKED)
+            return False
+        return True
+
+    def _look_later(self, name: str, why: _Why) -> None:
+        when = time.monotonic() + GRACE
+        self._due[name] = when, why
+        if why is _Why.VANISHED:
+            self._certain_at = when
+
+    def _look_at_due(self, changes: dict[str, Content], now: float) -> None:
+        due = [(name, why) for name, (when, why) in self._due.items() if when <= now]
+        self._note_links(name for name, _ in due)
+        for name, why in due:
+            del self._due[name]
+            if why is _Why.VANISHED and name not in self._links and os.path.exists(self._path_of(name)):
+                continue  # it returned, and its writer will close it
+            read: dict[str, Content] = {}
+            self._read_into(read, name)
+            if name not in read:
+                continue
+            content = read[name]
+            if why in (_Why.WRITTEN, _Why.LINKED) and not isinstance(content, Manifest):
+                if why is _Why.LINKED:
+                    self._due[name] = now + _DOUBT, _Why.DOUBTED
+                continue  # not complete yet
+            if content is None and not os.path.isdir(self._path):
+                continue  # the whole directory is missing
+            changes[name] = content
+
+    def _read_into(self, changes: dict[str, Content], name: str) -> None:
+        """Read the manifest *name* into *changes*; if it can't be read for now, try again later."""
+        try:
+            changes[name] = self._read(name)
+        except OSError as error:
+            self._known[name] = 0
+            self._postpone("cannot read a manifest, retrying", name, error)
+        else:
+            self._unread.pop(name, None)
+
+    def _postpone(self, event: str, name: str, error: OSError) -> None:
+        """Schedule another attempt, and log the first problem since everything could be read."""
+        if self._retry_at is None:
+            delay = self._backoff.delay()
+            self._retry_at = time.monotonic() + delay
+            if not self._unread:
+                log.warning(event, extra={"fields": {
+                    "file": shown(name or self._path), "error": error.strerror, "retry_in": round(delay, 1)}})
+        self._unread[name] = error.errno
+
+    def _retry(self, changes: dict[str, Content], now: float) -> None:
+        """Read again the manifests, and the directory, that could not be read before."""
+        if self._retry_at is None or now < self._retry_at:
+            return
+        self._retry_at = None
+        for name in sorted(self._unread, reverse=True):
+            if name:
+                self._read_into(changes, name)
+            else:
+                self._scan()
+        if not self._unread:
+            self._backoff.reset()
+            log.info("all manifests can be read again")
+
+    def _note_links(self, names: Iterable[str]) -> None:
+        """Watch the targets of the new links among *names*, which are read next."""
+        paths = {name: self._path_of(name) for name in names}
+        links = {name for name, path in paths.items() if os.path.islink(path)}
+        if links - self._links or (paths.keys() - links) & self._links:
+            self._links = self._links - paths.keys() | links
+            self._watch.renew(self._links)
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+    def _read(self, name: str) -> Content:
+        """Return the content of the manifest *name*. Raises OSError if it can't be read for now."""
+        path = self._path_of(name)
+        try:
+            status = os.stat(path)
+            if stat.S_ISDIR(status.st_mode):
+                return None
+            self._known[name] = _fingerprint(status)
+            if not stat.S_ISREG(status.st_mode):
+                return Malformed("is not a regular file")
+            if status.st_size > MAX_BYTES:
+                return Malformed(f"is larger than {MAX_BYTES >> 20} MiB")
+            with open(path, "rb", buffering=0, opener=_open) as file:
+                return read_manifest(name, file.readall() or b"")
+        except FileNotFoundError:
+            if not os.path.islink(path):
+                return None
+            self._known[name] = 0
+            return Malformed("is a symbolic link to nothing")
+        except OSError as error:
+            if error.errno not in _FINAL:
+                raise
+            self._known[name] = 0
+            return Malformed(f"can't be read: {error.strerror}")
+        except Malformed as error:
+            return error.with_traceback(None)
+
+    def _apply(self, changes: dict[str, Content]) -> None:
+        """Deliver the events for *changes*, empty it, and deliver `Complete` once all files were read."""
+        for name, content in changes.items():
+            if content is None:
+                self._known.pop(name, None)
+                self._links.discard(name)
+        events: list[Event] = self._inventory.apply(changes) if changes else []
+        changes.clear()
+        if self._scanned and not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
+            self._complete = True
+            events += [Complete(kind) for kind in self.kinds]
+        if events and not self._stopping:
+            self._emit(events)
+
+
+def _open(path: str, flags: int) -> int:
+    """Open *path* without blocking, even if it has become a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _fingerprint(status: os.stat_result) -> int:
+    """Return a number that changes with the file; 0: unknown, as its time stamp is too recent."""
+    if time.time_ns() - status.st_mtime_ns < 50_000_000:
+        return 0
+    return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))

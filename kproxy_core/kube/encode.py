@@ -1,0 +1,92 @@
+"""The model's objects as Kubernetes JSON, with the fields that a proxy reads. The reverse of the readings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from kproxy_core.model.address import Address, Cidr, format_address
+from kproxy_core.model.service import Endpoint, EndpointSlice, Service
+
+Json = dict[str, Any]
+
+
+def encode_service(service: Service) -> Json:
+    spec: Json = {
+        "type": _type(service), "clusterIP": format_address(service.cluster_ips[0]),
+        "clusterIPs": _texts(service.cluster_ips),
+        "ports": [
+            {"name": port.name, "protocol": port.protocol.name, "port": port.port, "nodePort": port.node_port}
+            for port in service.ports
+        ],
+        "externalIPs": _texts(service.external_ips),
+        "loadBalancerSourceRanges": list(map(str, service.source_ranges)),
+        "internalTrafficPolicy": _policy(is_local=service.internal_policy_local),
+        "externalTrafficPolicy": _policy(is_local=service.external_policy_local),
+    }  # fmt: skip
+    if service.affinity_seconds:
+        spec["sessionAffinity"] = "ClientIP"
+        spec["sessionAffinityConfig"] = {"clientIP": {"timeoutSeconds": service.affinity_seconds}}
+    if service.health_check_node_port:
+        spec["healthCheckNodePort"] = service.health_check_node_port
+    ingress = [{"ip": text, "ipMode": "VIP"} for text in _texts(service.load_balancer_ips)]
+    return {
+        "apiVersion": "v1", "kind": "Service", "metadata": {
+            "namespace": service.name.namespace, "name": service.name.name,
+            **({"creationTimestamp": service.created} if service.created else {})},
+        "spec": spec, "status": {"loadBalancer": {"ingress": ingress}},
+    }  # fmt: skip
+
+
+def encode_slice(piece: EndpointSlice) -> Json:
+    return {
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": {
+            "namespace": piece.name.namespace, "name": piece.name.name,
+            "labels": {"kubernetes.io/service-name": piece.service.name}},
+        "addressType": piece.family.label,
+        "ports": [
+            {"name": port.name, "protocol": port.protocol.name, "port": port.port} for port in piece.ports],
+        "endpoints": list(map(_endpoint, piece.endpoints)),
+    }  # fmt: skip
+
+
+def encode_node(name: str, zone: str, addresses: Iterable[Address], pod_cidrs: Iterable[Cidr]) -> Json:
+    return {
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": {"name": name, "labels": {"topology.kubernetes.io/zone": zone} if zone else {}},
+        "spec": {"podCIDRs": list(map(str, pod_cidrs))},
+        "status": {"addresses": [{"type": "InternalIP", "address": text} for text in _texts(addresses)]},
+    }  # fmt: skip
+
+
+def encode_service_cidr(cidrs: Iterable[Cidr]) -> Json:
+    return {
+        "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "kubernetes"},
+        "spec": {"cidrs": list(map(str, cidrs))},
+    }  # fmt: skip
+
+
+def _type(service: Service) -> str:
+    if service.health_check_node_port:
+        return "LoadBalancer"
+    return "NodePort" if service.external_policy_local else "ClusterIP"
+
+
+def _endpoint(endpoint: Endpoint) -> Json:
+    hints = {
+        "forZones": [{"name": name} for name in sorted(endpoint.zone_hints)],
+        "forNodes": [{"name": name} for name in sorted(endpoint.node_hints)],
+    }  # fmt: skip
+    return {
+        "addresses": [format_address(endpoint.address)],
+        "conditions": {
+            "ready": endpoint.ready, "serving": endpoint.serving, "terminating": endpoint.terminating},
+        **({"nodeName": endpoint.node} if endpoint.node else {}),
+        **({"hints": hints} if any(hints.values()) else {}),
+    }  # fmt: skip
+
+
+def _texts(addresses: Iterable[Address]) -> list[str]:
+    return list(map(format_address, addresses))
+
+
+def _policy(*, is_local: bool) -> str:
+    return "Local" if is_local else "Cluster"

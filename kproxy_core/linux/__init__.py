@@ -1,0 +1,1 @@
+"""The node as all backends share it: netlink, nf_tables, conntrack, programs, files. Knows no backend."""

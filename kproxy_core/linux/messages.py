@@ -1,0 +1,148 @@
+"""Netlink messages and attributes as bytes, those to nf_tables included: encoding and decoding only
+(linux/netlink.h).
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kproxy_core.model.address import Family
+
+# Netlink messages and attributes as bytes: encoding and decoding only (linux/netlink.h).
+
+NETLINK_ROUTE: Final = 0
+NETLINK_SOCK_DIAG: Final = 4
+NETLINK_NETFILTER: Final = 12
+NETLINK_GENERIC: Final = 16
+
+NLMSG_ERROR: Final = 2
+NLMSG_DONE: Final = 3
+SOCK_DIAG_BY_FAMILY: Final = 20
+"""The kind of requests of NETLINK_SOCK_DIAG, and of their answers."""
+NLM_F_REQUEST: Final = 0x1
+NLM_F_ACK: Final = 0x4
+NLM_F_DUMP_INTR: Final = 0x10
+NLM_F_REPLACE: Final = 0x100
+NLM_F_EXCL: Final = 0x200
+NLM_F_DUMP: Final = 0x300
+NLM_F_CREATE: Final = 0x400
+
+NLA_F_NESTED: Final = 0x8000
+NLA_F_NET_BYTEORDER: Final = 0x4000
+
+HEADER: Final = struct.Struct("=IHHII")
+"""nlmsghdr: length, kind, flags, sequence number, port."""
+NFGENMSG: Final = struct.Struct("=BBH")
+"""Begins the payload of nfnetlink messages: address family, version, resource (in network order)."""
+_ATTRIBUTE = struct.Struct("=HH")
+_CODE = struct.Struct("=i")
+
+Span = tuple[bytes, int, int]
+"""A payload: ``data[start:end]``, not copied."""
+
+
+class Request(NamedTuple):
+    """A message without its header."""
+
+    kind: int
+    flags: int
+    payload: bytes
+    """Padded to four bytes, as headers and attributes are."""
+
+
+def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
+    """Encode one request. *payload* must be padded; see `Request`."""
+    return HEADER.pack(HEADER.size + len(payload), kind, flags | NLM_F_REQUEST, sequence, 0) + payload
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """Encode one attribute, padded to four bytes."""
+    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def text_attribute(kind: int, text: str) -> bytes:
+    """Encode an attribute that holds a NUL-terminated string."""
+    return attribute(kind, text.encode() + b"\0")
+
+
+def nested(kind: int, *attributes: bytes) -> bytes:
+    """Encode one attribute that holds *attributes*."""
+    return attribute(kind | NLA_F_NESTED, b"".join(attributes))
+
+
+def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield kind, flags, sequence number, and start and end of the payload of every message in *data*."""
+    start = 0
+    while start + 16 <= len(data):
+        size, kind, flags, sequence, _ = HEADER.unpack_from(data, start)
+        yield kind, flags, sequence, start + 16, start + size
+        start += max((size + 3) & ~3, 16)
+
+
+def sender(data: bytes) -> int:
+    """Return the port of the socket whose request caused the first message in *data*; 0: the kernel.
+
+    A datagram of notifications holds messages caused by one sender only.
+    """
+    return int(HEADER.unpack_from(data, 0)[4]) if len(data) >= HEADER.size else 0
+
+
+def attribute_spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield kind without flags, and start and end of the value of each attribute in ``data[start:end]``."""
+    unpack = _ATTRIBUTE.unpack_from
+    while start + 4 <= end:
+        size, kind = unpack(data, start)
+        if size < 4:
+            return
+        yield kind & 0x3FFF, start + 4, start + size  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
+        start += (size + 3) & ~3
+
+
+def attributes(data: bytes, start: int = 0, end: int | None = None) -> dict[int, bytes]:
+    """Return the values of the attributes in ``data[start:end]``, by default all, by kind without flags."""
+    spans = attribute_spans(data, start, len(data) if end is None else end)
+    return {kind: data[first:last] for kind, first, last in spans}
+
+
+def text(value: bytes) -> str:
+    """Decode the value of an attribute that holds a NUL-terminated string."""
+    return value.rstrip(b"\0").decode(errors="replace")
+
+
+def error_code(data: bytes, start: int) -> int:
+    """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success."""
+    code: int = _CODE.unpack_from(data, start)[0]
+    return -code
+
+
+# Requests to nf_tables, encoded (linux/netfilter/nfnetlink.h).
+
+KIND: Final = 10 << 8
+"""NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
+GETTABLE, GETCHAIN, GETRULE, GETSET, GETFLOWTABLE = KIND | 1, KIND | 4, KIND | 7, KIND | 10, KIND | 23
+TABLE_NAME: Final = 1
+"""The attribute with the table's name in messages about tables, chains, rules and sets."""
+TABLE_OWNER: Final = 7
+"""NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
+FAMILIES: Final = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
+"""nft's names of the families of tables (NFPROTO_*)."""
+_BATCH_BEGIN, _BATCH_END = 16, 17
+_BATCH: Final = struct.pack(">BBH", 0, 0, KIND >> 8)
+
+
+def payload(family: Family, *attributes: bytes) -> bytes:
+    return NFGENMSG.pack(family.af, 0, 0) + b"".join(attributes)
+
+
+def transaction(requests: Sequence[Request], *, commit: bool = True) -> tuple[bytes, int]:
+    """Encode *requests* as one transaction. Return it with the sequence number that is acknowledged.
+
+    Without *commit*, the kernel checks the requests and undoes them.
+    """
+    last = len(requests) + 1
+    out = [message(_BATCH_BEGIN, 0, _BATCH, 1)]
+    for number, (kind, flags, body) in enumerate(requests, 2):
+        out.append(message(kind, flags | (NLM_F_ACK if number == last else 0), body, number))
+    if commit:
+        out.append(message(_BATCH_END, 0, _BATCH, last + 1))
+    return b"".join(out), last

@@ -1,0 +1,364 @@
+"""Netlink sockets: requests, batches, dumps and notifications (linux/netlink.h)."""
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final, Generic, NamedTuple, Self, TypeVar
+
+from kproxy_core.linux import messages as netlink
+from kproxy_core.linux.errors import doing
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+
+# A thread that waits for events of one descriptor.
+
+
+class Watch:
+    """Calls back whenever a descriptor is readable, from a thread of its own."""
+
+    def __init__(
+        self, name: str, descriptor: int, ready: Callable[[], float | None], *, first: float | None = None,
+    ) -> None:
+        """Start watching. *ready* returns None, or the seconds after which to call it even without events.
+
+        *name* is the thread's, *first* the seconds before the first call without events.
+        """
+        self._ready = ready
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(self._stop, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, args=(first,), name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; the callback is not called after this returns. The callback must not call this."""
+        if self._stop < 0:
+            return
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        os.close(self._stop)
+        self._stop = -1
+
+    def _run(self, seconds: float | None) -> None:
+        while True:
+            events = self._poll.poll(None if seconds is None else seconds * 1000)
+            if any(descriptor == self._stop for descriptor, _ in events):
+                return
+            seconds = self._ready()
+
+
+# Netlink sockets: requests, batches and dumps (linux/netlink.h).
+#
+# The kernel answers netfilter, rtnetlink and generic netlink requests before `send` returns. An answer
+# that cannot be received at once will therefore never arrive, and nothing here waits for one.
+
+T = TypeVar("T")
+
+_SOL_NETLINK: Final = 270
+_NETLINK_ADD_MEMBERSHIP: Final = 1
+_NETLINK_CAP_ACK: Final = 10
+_SO_ATTACH_FILTER: Final = 26
+_SO_SNDBUFFORCE: Final = 32
+_SO_RCVBUFFORCE: Final = 33
+
+_RECEIVE_SIZE: Final = 1 << 17
+"""Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
+_DUMP_ATTEMPTS: Final = 5
+"""The number in kube-proxy."""
+_MOST_AT_ONCE: Final = 256
+_BATCH_REQUESTS: Final = 200
+_BATCH_BYTES: Final = 1 << 16
+"""A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
+
+
+class Refusal(NamedTuple):
+    number: int
+    """Index of the request, or its sequence number (see `NetlinkSocket.transact`)."""
+    code: int
+    """Error number; those of ipset lie beyond errno.h."""
+
+    @property
+    def error(self) -> OSError:
+        return OSError(self.code, os.strerror(self.code))
+
+
+class Instruction(NamedTuple):
+    """An instruction of classic BPF (linux/filter.h)."""
+
+    code: int
+    if_true: int
+    if_false: int
+    value: int
+
+
+LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+"""Codes of instructions. Loads are big-endian, netlink headers are in host order."""
+ACCEPT, DROP = Instruction(RETURN, 0, 0, 0xFFFFFFFF), Instruction(RETURN, 0, 0, 0)
+
+
+class NetlinkSocket:
+    """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sequence = 0
+
+    @classmethod
+    def open(
+        cls, protocol: int, *, groups: Collection[int] = (), ignore: Collection[int] = (),
+        accept: Sequence[Instruction] = (), receive_space: int = 0, send_space: int = 0,
+    ) -> Self:  # fmt: skip
+        """Open a socket that receives the notifications of *groups*, by number.
+
+        Notifications caused by the ports in *ignore* are dropped by the kernel, as are those for which the
+        program *accept* returns 0. *receive_space* and
+        *send_space* are the buffers' sizes in bytes, limited by net.core.*mem_max without CAP_NET_ADMIN;
+        0 means the kernel's default. Raises OSError.
+        """
+        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.bind((0, 0))
+            # Errors then carry the header of the request only, not all of it.
+            sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+            _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
+            _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
+            if program := accept or _ignoring(ignore):
+                _attach_filter(sock, program)
+            for group in groups:
+                sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
+        except OSError:
+            sock.close()
+            raise
+        return cls(sock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def port(self) -> int:
+        """The port id to which the kernel bound this socket."""
+        return int(self._socket.getsockname()[0])
+
+    @property
+    def send_limit(self) -> int:
+        """The bytes that the kernel takes at once; it counts its own overhead against the buffer."""
+        return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+
+    def request(self, kind: int, flags: int, payload: bytes) -> list[netlink.Span]:
+        """Send one request and return its answers. Raises OSError if the kernel refuses it."""
+        self._sequence += 1
+        self._socket.send(netlink.message(kind, flags | netlink.NLM_F_ACK, payload, self._sequence))
+        found: list[netlink.Span] = []
+        code = 0
+        for answer, data, number, start, end in self._answers():
+            if answer == netlink.NLMSG_ERROR:
+                code = netlink.error_code(data, start)
+            elif number == self._sequence:
+                found.append((data, start, end))
+        _raise_for(code)
+        return found
+
+    def exchange(self, requests: Sequence[netlink.Request]) -> list[Refusal]:
+        """Send *requests*, in batches, and return the refused ones by index. All others are done.
+
+        Raises OSError, also if a batch is refused as a whole: without the privilege for it, the kernel
+        answers its first request only.
+        """
+        refused: list[Refusal] = []
+        start = size = 0
+        for at, request in enumerate(requests):
+            if at - start == _BATCH_REQUESTS or (at > start and size + len(request.payload) > _BATCH_BYTES):
+                refused += self._exchange(requests, start, at)
+                start, size = at, 0
+            size += len(request.payload)
+        return refused + self._exchange(requests, start, len(requests))
+
+    def _exchange(self, requests: Sequence[netlink.Request], start: int, end: int) -> list[Refusal]:
+        if start == end:
+            return []
+        data = b"".join([
+            netlink.message(kind, flags | (netlink.NLM_F_ACK if number == end else 0), payload, number)
+            for number, (kind, flags, payload) in enumerate(requests[start:end], start + 1)
+        ])  # fmt: skip
+        return [Refusal(number - 1, code) for number, code in self.transact(data, end)]
+
+    def transact(self, data: bytes, last: int) -> list[Refusal]:
+        """Send encoded requests and return the refused ones by sequence number, in order.
+
+        Only the request with sequence number *last* asks for an acknowledgement: the others are answered
+        if they fail. Raises OSError if the kernel says nothing about *last*.
+        """
+        self._socket.send(data)
+        refused: list[Refusal] = []
+        answered = False
+        for kind, answer, number, start, _ in self._answers():
+            if kind == netlink.NLMSG_ERROR:
+                answered = answered or number == last
+                if code := netlink.error_code(answer, start):
+                    refused.append(Refusal(number, code))
+                if answered and not refused:
+                    break
+        if not answered:
+            _raise_for(refused[0].code if refused else errno.ENOBUFS)
+        return refused
+
+    def dump(self, kind: int, payload: bytes, collect: Callable[[Iterator[netlink.Span]], T]) -> T:
+        """Return the result of *collect* for the answers to a dump request; it must read all of them.
+
+        If the data changed during the dump (NLM_F_DUMP_INTR), the dump is repeated and *collect* called
+        again, five times at most. Raises OSError, InterruptedError after the last attempt.
+        """
+        for _ in range(_DUMP_ATTEMPTS - 1):
+            try:
+                return collect(self._dump(kind, payload))
+            except InterruptedError:
+                continue
+        return collect(self._dump(kind, payload))
+
+    def _dump(self, kind: int, payload: bytes) -> Iterator[netlink.Span]:
+        self._sequence += 1
+        sequence, interrupted = self._sequence, False
+        self._socket.send(netlink.message(kind, netlink.NLM_F_DUMP, payload, sequence))
+        while True:
+            data = self._socket.recv(_RECEIVE_SIZE)
+            for answer, flags, number, start, end in netlink.messages(data):
+                if number != sequence:
+                    continue
+                interrupted = interrupted or bool(flags & netlink.NLM_F_DUMP_INTR)
+                if answer not in (netlink.NLMSG_ERROR, netlink.NLMSG_DONE):
+                    yield data, start, end
+                    continue
+                _raise_for(netlink.error_code(data, start))
+                if interrupted:
+                    raise InterruptedError(errno.EINTR, "changed while it was read")
+                return
+
+    def _answers(self) -> Iterator[tuple[int, bytes, int, int, int]]:
+        """Yield kind, data, sequence number, and start and end of the payload of every message received."""
+        for data in iter(self.receive, b""):
+            for kind, _, number, start, end in netlink.messages(data):
+                yield kind, data, number, start, end
+
+    def pending(self) -> tuple[list[bytes], bool]:
+        """Return datagrams that have arrived, oldest first, and True if the kernel dropped some.
+
+        All if some were dropped, because those are outdated; else `_MOST_AT_ONCE` at most. Raises OSError.
+        """
+        found: list[bytes] = []
+        lost = False
+        while lost or len(found) < _MOST_AT_ONCE:
+            try:
+                data = self.receive()
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+                lost = True  # Datagrams that are still in the socket are older than the dropped ones.
+                continue
+            if not data:
+                break
+            found.append(data)
+        return found, lost
+
+    def receive(self) -> bytes:
+        """Return the next datagram that has arrived; b"" if none has. Raises OSError."""
+        try:
+            return self._socket.recv(_RECEIVE_SIZE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+
+
+def _set_buffer(sock: socket.socket, force: int, option: int, size: int) -> None:
+    if not size:
+        return
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, force, size)
+    except PermissionError:  # In an unprivileged user namespace.
+        sock.setsockopt(socket.SOL_SOCKET, option, size)
+
+
+def _ignoring(ports: Collection[int]) -> list[Instruction]:
+    """Return a filter that drops datagrams whose first message was caused by one of *ports*."""
+    values = [int.from_bytes(struct.pack("=I", port), "big") for port in ports]
+    return [
+        Instruction(LOAD_WORD, 0, 0, 12),
+        *(Instruction(JUMP_IF_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)),
+        ACCEPT, DROP,
+    ] if ports else []
+
+
+def _attach_filter(sock: socket.socket, program: Sequence[Instruction]) -> None:
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code)
+    fprog = struct.pack("HP", len(program), ctypes.addressof(buffer))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+# Announcements of the netfilter subsystems, read by the program that waits for them.
+
+_RECEIVE_SPACE = 8 << 20
+
+
+class Announcements(Generic[T]):
+    """The announcements since it was opened, in this thread's network namespace. `fileno` can be polled."""
+
+    def __init__(self, groups: Sequence[int], parse: Callable[[bytes], Iterator[T]], purpose: str) -> None:
+        """*parse* yields the announcements in a datagram. Raises HostError without CAP_NET_ADMIN."""
+        self._parse = parse
+        with doing(f"{purpose}, which requires CAP_NET_ADMIN"):
+            self._socket = NetlinkSocket.open(NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read(self) -> Iterator[T]:
+        """Yield the announcements that have arrived. Some may be lost on a busy node."""
+        while datagrams := self._socket.pending()[0]:
+            for data in datagrams:
+                yield from self._parse(data)
+
+
+# A thread that receives netlink notifications.
+
+Receive = Callable[[Sequence[bytes], bool], float | None]
+"""Takes datagrams, oldest first, and True if the kernel dropped some because the socket's buffer was full.
+
+Returns None, or the seconds after which to call it again even without notifications.
+"""
+
+
+class NotificationWatch(Watch):
+    """Hands the notifications of a socket to a callback, from a thread of its own."""
+
+    def __init__(self, name: str, sock: NetlinkSocket, receive: Receive) -> None:
+        """Start watching. *name* is the thread's; *sock* is closed with the watch."""
+        self._socket = sock
+        super().__init__(name, sock.fileno(), lambda: receive(*sock.pending()))
+
+    def close(self) -> None:
+        super().close()
+        self._socket.close()

@@ -1,0 +1,467 @@
+"""nf_tables over netlink: transactions, tables read back, and announced commits
+(linux/netfilter/nf_tables.h).
+"""
+
+import enum
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Final, NamedTuple, Self, TypeVar
+
+from kproxy_core.linux import messages
+from kproxy_core.linux import messages as netlink
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.messages import (
+    GETCHAIN,
+    GETFLOWTABLE,
+    GETRULE,
+    GETSET,
+    GETTABLE,
+    KIND,
+    NETLINK_NETFILTER,
+    NFGENMSG,
+    TABLE_OWNER,
+    Request,
+    Span,
+    attributes,
+    payload,
+    text,
+    text_attribute,
+    transaction,
+)
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch
+from kproxy_core.linux.nft_rules import Attributes
+from kproxy_core.linux.nft_tables import (
+    Command,
+    Element,
+    HeldRule,
+    HeldTable,
+    check_complete,
+    parse_elements,
+    parse_flowtable,
+    parse_rule,
+)
+from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.model.address import FAMILY_BY_AF, Family
+
+# A socket to nf_tables: transactions of commands, and tables read back.
+
+T = TypeVar("T")
+
+_GETSETELEM = KIND | 13
+_FIRST_SEQUENCE = 2
+"""Sequence number of the first request of a transaction, after its beginning."""
+_TABLE_NAME = 1
+_TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
+_CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
+_COUNT = 20
+"""NFTA_SET_COUNT: the number of elements."""
+ABSENT = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
+"""No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
+
+_SEND_SPACE = 256 << 20
+"""Bytes of one transaction that we ask the kernel to take; only a bound, nothing is reserved."""
+_RECEIVE_SPACE = 8 << 20
+
+
+class Refused(HostError):
+    """The kernel refused a transaction, so that nothing of it was done."""
+
+
+class Connection:
+    """A socket to nf_tables in the network namespace of the thread that opened it.
+
+    Transactions are thread-safe, reads are not.
+    """
+
+    def __init__(self, sock: NetlinkSocket) -> None:
+        self.socket = sock
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls) -> Self:
+        """Raises OSError."""
+        return cls(NetlinkSocket.open(
+            NETLINK_NETFILTER, receive_space=_RECEIVE_SPACE, send_space=_SEND_SPACE))  # fmt: skip
+
+    @classmethod
+    @contextmanager
+    def to(cls, what: str, own: OwnProcesses | None = None) -> Iterator[Self]:
+        """Open a connection to do *what*; its changes are those of *own*.
+
+        Turns an OSError into a HostError: cannot do *what*.
+        """
+        with doing(what), cls.open() as connection:
+            if own is not None:
+                with own.starting():
+                    own.remember(connection.socket.port)
+            yield connection
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def run(self, commands: Sequence[Command], more: Sequence[Request] = ()) -> None:
+        """Run *commands* and then *more* requests as one transaction.
+
+        Raises Refused, which names the command that the kernel refuses; OSError if it refuses a request.
+        """
+        if commands or more:
+            self.send(self.encode(commands, more), commands)
+
+    def check(self, commands: Sequence[Command]) -> None:
+        """Have the kernel check *commands*, without running them. Raises Refused, OSError."""
+        self.send(transaction([command.request for command in commands], commit=False), commands)
+
+    @staticmethod
+    def encode(commands: Sequence[Command], more: Sequence[Request]) -> tuple[bytes, int]:
+        """Encode a transaction, with the sequence number that is acknowledged."""
+        return transaction([*(command.request for command in commands), *more])
+
+    def send(self, encoded: tuple[bytes, int], commands: Sequence[Command]) -> None:
+        """Run an *encoded* transaction that begins with *commands*. Raises as `run`."""
+        with self._lock:
+            refused = self.socket.transact(*encoded)
+        if not refused:
+            return
+        number, error = refused[0].number - _FIRST_SEQUENCE, refused[0].error
+        if 0 <= number < len(commands):
+            raise Refused(f"nf_tables refuses '{commands[number].text}'", error) from error
+        raise error
+
+    def read(self, family: Family, table: str, elements_of: Collection[str] = ()) -> HeldTable | None:
+        """Return the objects of *table*, and *elements_of* these containers; None without the table.
+
+        Raises InterruptedError if the rules changed during each attempt, other OSError.
+        """
+        named = text_attribute(_TABLE_NAME, table)
+        try:
+            ((data, start, end),) = self.socket.request(GETTABLE, 0, payload(family, named))
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+        rules: dict[str, list[HeldRule]] = {}
+        for chain, rule in self._listed(GETRULE, family, named, parse_rule):
+            rules.setdefault(chain, []).append(rule)
+        containers: dict[str, Attributes] = {
+            text(found[2]): {kind: found[kind] for kind in _CONTAINER_ATTRIBUTES if kind in found}
+            for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
+        }
+        found_table = attributes(data, start + NFGENMSG.size, end)
+        return HeldTable(
+            attributes={kind: value for kind, value in found_table.items() if kind in _TABLE_ATTRIBUTES},
+            chains={
+                text(found[3]): {kind: found[kind] for kind in _CHAIN_ATTRIBUTES if kind in found}
+                for span in self._of_table(GETCHAIN, family, table) for found in [attributes(*span)]
+            },
+            rules=rules,
+            containers=containers,
+            elements={
+                name: self.elements(family, table, name) for name in elements_of if name in containers},
+            flowtables={
+                flowtable.name: flowtable
+                for span in self._of_table(GETFLOWTABLE, family, table)
+                for flowtable in [parse_flowtable(span)]
+            },
+            owner=int.from_bytes(found_table.get(TABLE_OWNER, b""), "big"),
+        )  # fmt: skip
+
+    def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:
+        """Return the elements of a set or a map; none if it does not exist.
+
+        Raises InterruptedError if they changed during each attempt, other OSError.
+        """
+        of = text_attribute(1, table) + text_attribute(2, name)
+        return self._dumped(_GETSETELEM, family, of, _collect_elements) or frozenset()
+
+    def counts(self, family: Family, table: str) -> dict[str, int]:
+        """Return the number of elements of each set and map of *table*; none if the kernel does not tell it.
+
+        Raises as `elements`.
+        """
+        named = text_attribute(_TABLE_NAME, table)
+        return {
+            text(found[2]): int.from_bytes(found[_COUNT], "big")
+            for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
+            if _COUNT in found
+        }
+
+    def _of_table(self, kind: int, family: Family, table: str) -> list[Span]:
+        """Return the objects of *table*: the kernel lists those of all tables, and the table's name first."""
+        named = text_attribute(_TABLE_NAME, table)
+
+        def collect(answers: Iterator[Span]) -> list[Span]:
+            return [
+                (data, start + NFGENMSG.size, end) for data, start, end in answers
+                if data.startswith(named, start + NFGENMSG.size)
+            ]  # fmt: skip
+
+        return self._dumped(kind, family, b"", collect) or []
+
+    def _listed(self, kind: int, family: Family, of: bytes, parse: Callable[[Span], T]) -> list[T]:
+        """Return what *parse* makes of each answer to a dump; none without its subject."""
+
+        def collect(answers: Iterator[Span]) -> list[T]:
+            return [parse((data, start + NFGENMSG.size, end)) for data, start, end in answers]
+
+        return self._dumped(kind, family, of, collect) or []
+
+    def _dumped(
+        self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[Span]], T]
+    ) -> T | None:
+        """Return what *collect* makes of the answers to a dump; None without its subject."""
+        try:
+            return self.socket.dump(kind, payload(family, of), collect)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+
+
+def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
+    """Collect elements. Raises InterruptedError if some are missing."""
+    listed = [
+        element for data, start, end in answers
+        for element in parse_elements((data, start + NFGENMSG.size, end))
+    ]  # fmt: skip
+    found = frozenset(listed)
+    check_complete(len(listed), len(found))
+    return found
+
+
+class _Shared(NamedTuple):
+    connection: Connection
+    users: list[object]
+
+
+_shared: dict[int, _Shared] = {}
+"""The connection of each network namespace that this process writes to, by the namespace's inode."""
+_sharing = Lock()
+
+
+class Writer:
+    """A share in the connection by which this process changes the tables of a network namespace.
+
+    There is one for all backends: an owned table can be changed by the socket that claimed it only, not by
+    another one of the same process. The table is free again when the last share is closed.
+    """
+
+    def __init__(self) -> None:
+        """Open a share for the calling thread's namespace. Raises OSError."""
+        self._namespace = os.stat("/proc/thread-self/ns/net").st_ino
+        with _sharing:
+            if self._namespace not in _shared:
+                _shared[self._namespace] = _Shared(Connection.open(), [])
+            self.connection, users = _shared[self._namespace]
+            users.append(self)
+
+    def close(self) -> None:
+        with _sharing:
+            found = _shared[self._namespace]
+            found.users.remove(self)
+            if not found.users:
+                del _shared[self._namespace]
+                self.connection.close()
+
+
+# Tables and chains of nf_tables, looked up by name.
+
+_CHAIN_NAME: Final = 3
+
+
+class TableName(NamedTuple):
+    family: str
+    """nft's name: ``ip``, ``ip6``, ``inet``, ..."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.name}"
+
+
+def all_tables() -> list[TableName]:
+    """Return the tables of all families; none in a kernel without nf_tables. Raises HostError."""
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return sock.dump(messages.GETTABLE, NFGENMSG.pack(0, 0, 0), lambda found: [*map(_named, found)])
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise HostError("cannot list the tables of nf_tables", error) from error
+
+
+def _named(table: Span) -> TableName:
+    data, start, end = table
+    name = attributes(data, start + NFGENMSG.size, end)[messages.TABLE_NAME]
+    return TableName(messages.FAMILIES.get(data[start], "?"), text(name))
+
+
+def table_exists(family: Family, table: str) -> bool:
+    """Return whether *table* exists, which it does not in a kernel without nf_tables. Raises HostError."""
+    return _exists(messages.GETTABLE, family, table)
+
+
+def chain_exists(family: Family, table: str, chain: str) -> bool:
+    """Return whether *chain* exists, as `table_exists` does. Raises HostError."""
+    return _exists(messages.GETCHAIN, family, table, text_attribute(_CHAIN_NAME, chain))
+
+
+def _exists(kind: int, family: Family, table: str, *attributes: bytes) -> bool:
+    request = messages.payload(family, text_attribute(messages.TABLE_NAME, table), *attributes)
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return bool(sock.request(kind, 0, request))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return False
+        raise HostError(f"cannot look up table {family.ip} {table}", error) from error
+
+
+# Commits to nf_tables, as the kernel announces them (linux/netfilter/nf_tables.h).
+#
+# The kernel sends the changes of a commit to the group NFNLGRP_NFTABLES, and then a message with the
+# number of the commit and the process that made it.
+
+_NFNLGRP: Final = 7
+"""NFNLGRP_NFTABLES"""
+_ANNOUNCEMENT_SPACE: Final = 8 << 20
+"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
+_NEWGEN: Final = 15
+_GETGEN: Final = 16
+_GEN_ID: Final = 1
+_GEN_PID: Final = 2
+_GEN_NAME: Final = 3
+_TABLE: Final = 1
+
+
+class Kind(enum.StrEnum):
+    TABLE_ADDED = "table added"
+    TABLE_DELETED = "table deleted"
+    CHAIN_ADDED = "chain added"
+    CHAIN_DELETED = "chain deleted"
+    RULE_ADDED = "rule added"
+    RULE_DELETED = "rule deleted"
+    SET_ADDED = "set added"
+    SET_DELETED = "set deleted"
+    ELEMENT_ADDED = "element added"
+    ELEMENT_DELETED = "element deleted"
+    FLOWTABLE_ADDED = "flowtable added"
+    FLOWTABLE_DELETED = "flowtable deleted"
+
+
+# Kind of message: kind of change, attribute with the name of the chain, set or flowtable.
+_KINDS: Final = {
+    0: (Kind.TABLE_ADDED, 0), 2: (Kind.TABLE_DELETED, 0),
+    3: (Kind.CHAIN_ADDED, 3), 5: (Kind.CHAIN_DELETED, 3),
+    6: (Kind.RULE_ADDED, 2), 8: (Kind.RULE_DELETED, 2),
+    9: (Kind.SET_ADDED, 2), 11: (Kind.SET_DELETED, 2),
+    12: (Kind.ELEMENT_ADDED, 2), 14: (Kind.ELEMENT_DELETED, 2),
+    22: (Kind.FLOWTABLE_ADDED, 2), 24: (Kind.FLOWTABLE_DELETED, 2),
+}  # fmt: skip
+
+
+class Change(NamedTuple):
+    """One kind of change to the contents of one chain, set or flowtable."""
+
+    family: Family
+    kind: Kind
+    table: str
+    name: str
+    """Of the chain, set or flowtable; "" for a table."""
+
+
+class Commit(NamedTuple):
+    """The changes of one commit in the families IPv4 and IPv6."""
+
+    changes: Counter[Change]
+    author: str
+    """Program and process id, as ``nft[123]``; "" if the kernel names none."""
+
+    def summary(self, concerns: Callable[[Change], bool]) -> dict[Family, str]:
+        """Describe the changes that *concerns* selects, by family: ``rule deleted (3x) by nft[123]``."""
+        found: dict[Family, Counter[Kind]] = {}
+        for change, times in self.changes.items():
+            if concerns(change):
+                found.setdefault(change.family, Counter())[change.kind] += times
+        by = f" by {self.author}" if self.author else ""
+        return {
+            family: ", ".join(f"{kind} ({n}x)" if n > 1 else kind for kind, n in kinds.items()) + by
+            for family, kinds in found.items()
+        }
+
+
+class CommitWatch(NotificationWatch):
+    """Passes on other processes' commits, from a thread of its own until it is closed."""
+
+    def __init__(
+        self, name: str, own: Container[int], foreign: Callable[[Commit], None], families: Iterable[Family],
+        damaged: Callable[[Family, str], None], ignore: Collection[int] = (),
+    ) -> None:
+        """Start watching. *own*: the netlink ports of this process, to which more may be added.
+
+        The kernel drops notifications of the ports *ignore* itself. After it has dropped others, *damaged* is
+        called for each of *families*. Raises OSError.
+        """
+        self._own = own
+        self._foreign = foreign
+        self._families = families
+        self._damaged = damaged
+        self._changes: Counter[Change] = Counter()
+        """Those of the commit whose end has not been announced."""
+        sock = NetlinkSocket.open(
+            netlink.NETLINK_NETFILTER, groups=(_NFNLGRP,), ignore=ignore, receive_space=_ANNOUNCEMENT_SPACE
+        )
+        super().__init__(name, sock, self._receive)
+
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
+        if lost:
+            self._changes.clear()
+            for family in list(self._families):
+                self._damaged(family, "notifications were lost")
+        for data in datagrams:
+            # The first netlink socket of a program has the process id as its port.
+            if netlink.sender(data) not in self._own:
+                self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Take one datagram, and pass on each commit that it ends."""
+        for kind, _, _, start, end in netlink.messages(data):
+            if kind & 0xFF00 != KIND:
+                continue
+            attributes = start + netlink.NFGENMSG.size
+            if kind & 0xFF == _NEWGEN:
+                changes, self._changes = self._changes, Counter()
+                self._foreign(Commit(changes, _author(netlink.attributes(data, attributes, end))))
+            elif data[start] in FAMILY_BY_AF and kind & 0xFF in _KINDS:
+                change = _change(FAMILY_BY_AF[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
+                self._changes[change] += 1
+
+
+def _change(family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> Change:
+    table = name = ""
+    for attribute, first, last in netlink.attribute_spans(data, start, end):
+        if attribute == _TABLE:
+            table = netlink.text(data[first:last])
+        elif attribute == named:
+            name = netlink.text(data[first:last])
+            break
+    return Change(family, kind, table, name)
+
+
+def generation(sock: NetlinkSocket) -> int:
+    """Return the number of the last commit in this network namespace. Raises OSError."""
+    ((data, start, end),) = sock.request(KIND | _GETGEN, 0, netlink.NFGENMSG.pack(0, 0, 0))
+    return int.from_bytes(netlink.attributes(data, start + netlink.NFGENMSG.size, end)[_GEN_ID], "big")
+
+
+def _author(attributes: dict[int, bytes]) -> str:
+    name = netlink.text(attributes.get(_GEN_NAME, b""))
+    return f"{name}[{int.from_bytes(attributes.get(_GEN_PID, b''), 'big')}]" if name else ""

@@ -1,0 +1,92 @@
+"""Connected UDP sockets of the calling thread's network namespace (linux/sock_diag.h, linux/inet_diag.h)."""
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, Request
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.model.address import Address
+
+_SOCK_DESTROY: Final = 21
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+_ESTABLISHED: Final = 1 << 1
+"""TCP_ESTABLISHED, which is the state of connected UDP sockets too."""
+
+_REQUEST = struct.Struct("=BBxxI48s")
+"""inet_diag_req_v2: family, protocol, states, socket."""
+_MESSAGE = struct.Struct("=B3x48s")
+"""Beginning of inet_diag_msg: family, socket."""
+_REMOTE = struct.Struct(">2xH16x16s")
+"""Within inet_diag_sockid: the other side's port and address."""
+_COOKIE = struct.Struct("=40xQ")
+_NOBODY: Final = bytes(40) + b"\xff" * 8
+"""The inet_diag_sockid of no socket: without a cookie, any socket that has its addresses would match."""
+
+
+class UdpSocket(NamedTuple):
+    family: int
+    """AF_INET or AF_INET6, which may have an IPv4-mapped peer."""
+    identity: bytes
+    """inet_diag_sockid"""
+
+    @property
+    def cookie(self) -> int:
+        """The number that identifies the socket until the machine is restarted (SO_COOKIE)."""
+        return int(_COOKIE.unpack(self.identity)[0])
+
+    @property
+    def peer(self) -> tuple[Address, int]:
+        """The remote address and port; IPv4-mapped addresses have 16 bytes."""
+        port, address = _REMOTE.unpack_from(self.identity)
+        return Address(address[:4] if self.family == socket.AF_INET else address), port
+
+
+def connected_udp_sockets() -> list[UdpSocket]:
+    """Return all connected UDP sockets of both families. Raises HostError."""
+    found: list[UdpSocket] = []
+    with doing("list UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+        for family in _FAMILIES:
+            request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
+            found += sock.dump(SOCK_DIAG_BY_FAMILY, request, lambda spans: [
+                UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
+    return found
+
+
+def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
+    """Destroy *sockets*: receiving fails with ECONNABORTED, sending with EDESTADDRREQ.
+
+    Return how many still existed. Raises HostError if one exists and cannot be destroyed; all
+    others have been destroyed then.
+    """
+    requests = [_destruction(family, identity) for family, identity in sockets]
+    if not requests:
+        return 0
+    with doing("destroy UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+        refused = sock.exchange(requests)
+    for refusal in refused:
+        if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or reconnected since.
+            raise HostError("cannot destroy UDP sockets", refusal.error)
+    return len(requests) - len(refused)
+
+
+def udp_destruction_problem() -> str:
+    """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with no socket."""
+    try:
+        connected_udp_sockets()  # Without udp_diag, the answer below would be the same.
+        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+            refused = sock.exchange([_destruction(family, _NOBODY) for family in _FAMILIES])
+    except (HostError, OSError) as error:
+        return str(error)
+    codes = {refusal.code for refusal in refused} - {errno.ENOENT}
+    if errno.EOPNOTSUPP in codes:
+        return "the kernel has no CONFIG_INET_DIAG_DESTROY"
+    return ", ".join(os.strerror(code) for code in sorted(codes))
+
+
+def _destruction(family: int, identity: bytes) -> Request:
+    return Request(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))

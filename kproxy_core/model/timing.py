@@ -1,0 +1,97 @@
+"""Delays and rates as functions of a clock: back-off and token bucket."""
+
+import math
+import threading
+from collections.abc import Callable
+
+# Growing delays between attempts that fail.
+
+_FIRST = 0.1
+"""Seconds after the first failure."""
+
+LONGEST = 30.0
+"""Upper bound of a delay in seconds, by default."""
+
+ANSWERED = 1.0
+"""Upper bound in seconds once an unreachable server answers again, even with an error: it may be starting."""
+
+LONGEST_ASKED = 300.0
+"""Upper bound in seconds for a delay that a server asks for."""
+
+STABLE = 5.0
+"""An attempt that worked for this many seconds resets the delay."""
+
+
+class Backoff:
+    """A delay that doubles from 0.1 to *longest* seconds.
+
+    *chance*, uniform in [0, 1), shortens each delay by up to a half, so that the nodes of a cluster do not
+    all return to the API server at once.
+    """
+
+    __slots__ = ("_chance", "_longest", "_next")
+
+    def __init__(self, chance: Callable[[], float] = lambda: 0.0, *, longest: float = LONGEST) -> None:
+        self._chance = chance
+        self._longest = longest
+        self.reset()
+
+    def reset(self) -> None:
+        self._next = min(_FIRST, self._longest)
+
+    def hasten(self) -> None:
+        """Cap the next delay: the server answers again, if only with an error."""
+        self._next = min(self._next, ANSWERED)
+
+    def delay(self, lasted: float = 0.0, asked: float = 0.0) -> float:
+        """Return the seconds to wait before the next attempt, after one that worked for *lasted* seconds.
+
+        *asked* is the server's own Retry-After, a lower bound.
+        """
+        if lasted >= STABLE:
+            self.reset()
+        step, self._next = self._next, min(self._next * 2, self._longest)
+        return max(step - step / 2 * self._chance(), min(asked, LONGEST_ASKED))
+
+
+# A token bucket.
+
+class TokenBucket:
+    """Up to *burst* tokens, refilled by one every *interval* seconds; an *interval* of 0 sets no limit.
+
+    The state is the time at which the bucket is full again (generic cell rate algorithm). All times are the
+    caller's clock, monotonic, in seconds. Any thread may call.
+    """
+
+    __slots__ = ("_full_at", "_interval", "_lock", "_slack")
+
+    def __init__(self, interval: float, burst: int) -> None:
+        self._interval = interval
+        self._slack = (max(burst, 1) - 1) * interval
+        self._full_at = -math.inf
+        self._lock = threading.Lock()
+
+    @property
+    def next_at(self) -> float:
+        """Time of the next token. A time in the past: one is available."""
+        return self._full_at - self._slack
+
+    def reserve(self, now: float) -> float:
+        """Take a token, on credit if none is left. Return the seconds until it is due."""
+        with self._lock:
+            wait = self.next_at - now
+            self._full_at = max(self._full_at, now) + self._interval
+        return max(0.0, wait)
+
+    def try_take(self, now: float) -> bool:
+        with self._lock:
+            if self.next_at > now:
+                return False
+            self._full_at = max(self._full_at, now) + self._interval
+            return True
+
+    def charge(self, started: float, ended: float) -> None:
+        """Take a token, if one is left, for work from *started* to *ended*. None is added in that time."""
+        with self._lock:
+            taken = max(self._full_at, started) + self._interval
+            self._full_at = min(taken, started + self._slack + self._interval) + ended - started

@@ -1,1 +1,0 @@
-"""Cluster events that report problems of this proxy."""

@@ -1,0 +1,731 @@
+"""Traffic of Services: counts of the backend that serves, added up and kept across restarts."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import add, sub
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import Connections, Failure
+from kproxy_core.linux.conntrack import (
+    NO_VOLUME,
+    SETTING,
+    Ended,
+    ResetWatch,
+    Volume,
+    Volumes,
+    Way,
+    are_counted,
+    read_unanswered,
+    read_volumes,
+)
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.files import read_private, replace_private
+from kproxy_core.linux.namespaces import namespace_name
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.sync.observer import Synced, SyncObserver
+
+# Totals of connections by service port and endpoint, from counts that may begin again at 0. Pure.
+
+KEPT = 3600.0
+"""Seconds after its last connection for which the total of a former endpoint or service port is kept."""
+_MISSING_FOR = 3
+"""Consecutive readings without a count after which it is forgotten: a dump may lack an element."""
+
+OwnerOf = Callable[[Family, Frontend], ServicePortKey | None]
+
+
+@dataclass(slots=True)
+class EndpointTotal:
+    """Connections to one endpoint of a service port."""
+
+    forwarded: int = 0
+    failed: dict[Failure, int] = field(default_factory=dict)
+    """Since this process started."""
+    last: float = 0.0
+    """Time of the reading that saw the last new connection; monotonic seconds."""
+    volume: Volume = NO_VOLUME
+    handshakes: tuple[int, ...] = ()
+    """A number for each `Handshake`; empty before the first one."""
+
+    def count(self, made: Connections, now: float) -> None:
+        """Count new connections to an endpoint, with their failures, volume and handshakes."""
+        if made.number:
+            self.forwarded += made.number
+            self.last = now
+        if any(made.failed):
+            for failure, number in zip(Failure, made.failed, strict=True):
+                if number:
+                    self.failed[failure] = self.failed.get(failure, 0) + number
+        if any(made.carried):
+            self.volume = self.volume.plus(Volume._make(made.carried))
+        if any(made.handshakes):
+            self.handshakes = tuple(map(add, self.handshakes or repeat(0), made.handshakes))
+
+
+@dataclass(slots=True)
+class Total(EndpointTotal):
+    """Connections to one service port: to its endpoints, former ones included, and rejected ones."""
+
+    rejected: int = 0
+    """For lack of endpoints."""
+    endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
+    rate: float = field(default=0.0, compare=False)
+    """New connections a second, rejected ones included, between the last two readings."""
+    settled: int = field(default=0, compare=False)
+    """Connections as of the last `Totals.settle`."""
+    changes: int = field(default=0, compare=False)
+    """Grows after a number has changed or an endpoint was dropped."""
+
+    @property
+    def failures(self) -> int:
+        return sum(self.failed.values())
+
+    def resume(self, now: float) -> None:
+        """Continue a total of an earlier process. Failures and the rate begin again at 0."""
+        self.rate, self.settled = 0.0, self.forwarded + self.rejected
+        for one in (self, *self.endpoints.values()):
+            one.failed, one.last = {}, now
+
+
+_Name = tuple[Frontend, Destination | None, str]
+"""A pair of frontend and endpoint, and the layer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Count:
+    told: Connections
+    """The sum over the elements of the pair, in the last reading that had any."""
+    missing: int = 0
+    """Consecutive readings without an element."""
+
+
+class Counts:
+    """The last counts of a backend."""
+
+    def __init__(self, known: Iterable[tuple[Family, Connections]] = ()) -> None:
+        """*known*: elements of one pair add up."""
+        self._of: dict[Family, dict[_Name, _Count]] = {family: {} for family in Family}
+        elements = list(known)
+        for family in Family:
+            self.remember(family, [one for of, one in elements if of is family])
+
+    def __iter__(self) -> Iterator[tuple[Family, Connections]]:
+        return iter([(family, count.told) for family, counts in self._of.items()
+                     for count in counts.values()])  # fmt: skip
+
+    def remember(self, family: Family, reading: Iterable[Connections]) -> None:
+        """Take in a *reading* of one family, of which nothing is new."""
+        for _ in self.new(family, reading):
+            pass
+
+    def new(self, family: Family, reading: Iterable[Connections]) -> Iterator[Connections]:
+        """Take in a *reading* of one family. Yield what was added since the last one.
+
+        Growth that the caller does not take is yielded after the next reading. A number that is absent while
+        its pair has others begins again at 0.
+        """
+        counts = self._of[family]
+        sums: dict[_Count, Connections] = {}
+        for one in reading:
+            name = one.frontend, one.endpoint, one.layer
+            count = counts.get(name)
+            if count is None:
+                count = counts[name] = _Count(Connections(one.frontend, one.endpoint, 0, one.layer))
+            other = sums.get(count)
+            sums[count] = one if other is None else _sum(other, one)
+        forgotten: list[_Name] = []
+        for name, count in counts.items():
+            present = sums.get(count)
+            if present is None:
+                count.missing += 1
+                if count.missing >= _MISSING_FOR:
+                    forgotten.append(name)
+                continue
+            told, count.told, count.missing = count.told, present, 0
+            if present != told:
+                yield _growth(told, present)
+        for name in forgotten:
+            del counts[name]
+
+
+def _sum(one: Connections, other: Connections) -> Connections:
+    parts = [tuple(map(add, *both)) if all(both) else both[0] or both[1]
+             for both in zip(one[4:], other[4:], strict=True)]  # fmt: skip
+    return Connections(one.frontend, one.endpoint, one.number + other.number, one.layer, *parts)
+
+
+def _growth(told: Connections, now: Connections) -> Connections:
+    number = now.number - told.number if now.number >= told.number else now.number
+    return Connections(now.frontend, now.endpoint, number, now.layer, _added(told.failed, now.failed),
+                       _added(told.carried, now.carried), _added(told.handshakes, now.handshakes))
+
+
+def _added(told: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what was added to each number: all of one that begins again. Empty if nothing was."""
+    if not told:
+        return now
+    if told == now:
+        return ()
+    added = tuple(map(sub, now, told))
+    if now and min(added) < 0:
+        added = tuple([number if more < 0 else more for number, more in zip(now, added, strict=True)])
+    return added
+
+
+class Totals:
+    """All totals. They only grow, until a service port has been gone for an hour."""
+
+    def __init__(self) -> None:
+        self.of: dict[ServicePortKey, Total] = {}
+        self.unknown = 0
+        """Connections to frontends that no service port owned."""
+        self._moving: set[ServicePortKey] = set()
+        """Service ports with connections since the last reading but one."""
+
+    def add(self, family: Family, made: Iterable[Connections], owner_of: OwnerOf, now: float) -> None:
+        """Add connections to the totals of the service ports that own the frontends.
+
+        Those to an endpoint that was dropped are added to the service port alone until it has a new one.
+        """
+        for one in made:
+            key = owner_of(family, one.frontend)
+            if key is None:
+                self.unknown += one.number
+                continue
+            if one.endpoint is None:
+                if one.number:
+                    self.reject(key, now, one.number)
+                continue
+            total = self._met(key, now) if one.number else self._total(key, now)
+            total.count(one, now)
+            to = total.endpoints.get(one.endpoint)
+            if to is None and one.number:
+                to = total.endpoints[one.endpoint] = EndpointTotal()
+            if to is not None:
+                to.count(one, now)
+            total.changes += 1
+
+    def reject(self, key: ServicePortKey, now: float, number: int = 1) -> None:
+        """Count connections that were rejected for lack of endpoints."""
+        total = self._met(key, now)
+        total.rejected += number
+        total.changes += 1
+
+    def fail(self, key: ServicePortKey, where: Destination, failure: Failure) -> bool:
+        """Count a failed connection to *where*. Return False if it has never been an endpoint of *key*."""
+        total = self.of.get(key)
+        to = total.endpoints.get(where) if total is not None else None
+        if total is None or to is None:
+            return False
+        for failed in (total.failed, to.failed):
+            failed[failure] = failed.get(failure, 0) + 1
+        total.changes += 1
+        return True
+
+    def carry(
+        self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool
+    ) -> None:
+        """Add packets and bytes exchanged with *where*, for the service port alone if it is none."""
+        total = self._total(key, now)
+        total.volume = total.volume.plus(volume)
+        if is_endpoint or where in total.endpoints:
+            to = total.endpoints.get(where)
+            if to is None:
+                to = total.endpoints[where] = EndpointTotal(last=now)
+            to.volume = to.volume.plus(volume)
+        total.changes += 1
+
+    def _met(self, key: ServicePortKey, now: float) -> Total:
+        """Return the total of a service port with new connections."""
+        total = self._total(key, now)
+        total.last = now
+        self._moving.add(key)
+        return total
+
+    def _total(self, key: ServicePortKey, now: float) -> Total:
+        total = self.of.get(key)
+        if total is None:
+            total = self.of[key] = Total(last=now)
+        return total
+
+    def settle(self, seconds: float) -> None:
+        """Compute rates after a reading that is *seconds* later than the last one."""
+        moving, self._moving = self._moving, set()
+        for key in moving:
+            total = self.of.get(key)
+            if total is not None:
+                number = total.forwarded + total.rejected
+                total.rate = (number - total.settled) / seconds if seconds > 0 else 0.0
+                total.settled = number
+                if total.rate:
+                    self._moving.add(key)
+
+    def forget(
+        self, exists: Callable[[ServicePortKey], bool], uses: Callable[[ServicePortKey, Destination], bool],
+        now: float,
+    ) -> None:
+        """Drop former service ports and endpoints that had no connection for an hour."""
+        for key, total in list(self.of.items()):
+            if total.last + KEPT < now and not exists(key):
+                del self.of[key]
+                continue
+            for where, to in list(total.endpoints.items()):
+                if to.last + KEPT < now and not uses(key, where):
+                    del total.endpoints[where]
+                    total.changes += 1
+
+
+# The file that keeps totals from one process to the next, until the machine restarts.
+
+log = logging.getLogger("kproxy.run")
+
+_MOST_BYTES = 256 << 20
+
+
+class Stored(NamedTuple):
+    """The content of the file, apart from the machine's boot id."""
+
+    mode: str | None = None
+    """The mode that counted; "": its counts could not be read; None: no process has counted."""
+    totals: dict[ServicePortKey, Total] = {}  # noqa: RUF012 - immutable by agreement
+    counts: Sequence[tuple[Family, Connections]] = ()
+    """The last counts of that mode."""
+    alive: Volumes = {}  # noqa: RUF012
+    """See `VolumeReader.alive`."""
+
+
+class StoredTotals:
+    """Reads and writes the file. Its totals and counts are of the same reading.
+
+    If the kernel counts without the process too, the totals are exact again after the next reading,
+    even if the file is old.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = Path(directory) / f"traffic-{namespace_name()}.msgpack"
+        self._failed = False
+
+    def read(self, now: float) -> Stored:
+        """Return the content; empty if there is no such file.
+
+        *now* is the time that all totals get as that of their last connection.
+        """
+        try:
+            content = read_private(self._path, _MOST_BYTES)
+            boot, found = msgspec.msgpack.decode(content, type=tuple[str, Stored])
+            if boot != _boot_id():
+                return Stored()
+        except FileNotFoundError:
+            return Stored()
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+            log.warning("traffic totals of the last process are not used", extra={
+                "fields": {"file": str(self._path), "error": str(error)}})
+            return Stored()
+        for total in found.totals.values():
+            total.resume(now)
+        return found
+
+    def write(self, content: Stored) -> None:
+        """Replace the file. A failure is logged once."""
+        try:
+            replace_private(self._path, msgspec.msgpack.encode((_boot_id(), content)))
+        except OSError as error:
+            level = logging.DEBUG if self._failed else logging.WARNING
+            log.log(level, "cannot keep traffic totals across a restart", extra={
+                "fields": {"file": str(self._path), "error": error.strerror}})
+            self._failed = True
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+# The service port that owns each frontend, remembered a while longer than the frontend exists.
+
+_REMEMBERED = 600.0
+"""Seconds for which the owner of a removed frontend is remembered: counts are read after rules change."""
+
+
+class _OfFamily:
+    def __init__(self) -> None:
+        self.plans: dict[ServicePortKey, ServicePlan] = {}
+        self.owners: dict[Frontend, ServicePortKey] = {}
+        self.removed: dict[Frontend, float] = {}
+        """Time until which the owner of a frontend that no plan has is remembered."""
+
+
+class FrontendOwners(SyncObserver):
+    """Follows the acknowledged plans. Any thread may look up."""
+
+    def __init__(self, families: Sequence[Family], clock: Callable[[], float]) -> None:
+        """*clock*: monotonic seconds."""
+        self._clock = clock
+        self._of = {family: _OfFamily() for family in families}
+        self.before_move: Callable[[], object] = lambda: None
+        """Called before frontends get another owner: connections until now are those of the former one."""
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if not synced.steps:
+            return
+        of, now = self._of[synced.family], self._clock()
+        if of.owners and any(
+            self.owner(synced.family, frontend) not in (None, step.key)
+            for step in synced.steps if step.after is not None for frontend in step.after.frontends()
+        ):
+            self.before_move()
+        for step in synced.steps:
+            for frontend in step.before.frontends() if step.before else ():
+                if of.owners.get(frontend) == step.key:
+                    of.removed[frontend] = now + _REMEMBERED
+        for step in synced.steps:
+            if step.after is None:
+                of.plans.pop(step.key, None)
+                continue
+            of.plans[step.key] = step.after
+            for frontend in step.after.frontends():
+                of.owners[frontend] = step.key
+                of.removed.pop(frontend, None)
+        for frontend in [frontend for frontend, until in of.removed.items() if until < now]:
+            del of.removed[frontend], of.owners[frontend]
+
+    def owner(self, family: Family, frontend: Frontend) -> ServicePortKey | None:
+        """Return the service port that owns *frontend*, or did until recently.
+
+        An address that belongs to no service port is the node's, dialled at a node port.
+        """
+        owners = self._of[family].owners
+        return owners.get(frontend) or owners.get(frontend._replace(address=None))
+
+    def exists(self, key: ServicePortKey) -> bool:
+        return any(key in of.plans for of in self._of.values())
+
+    def uses(self, key: ServicePortKey, where: Destination) -> bool:
+        """Return whether *where* is a usable endpoint of *key*."""
+        return any(key in of.plans and where in of.plans[key].reachable for of in self._of.values())
+
+
+# Bytes and packets of Services: those of ended connections, and those of the ones in the kernel's table.
+
+class Growth:
+    """Turns sums over ended and over living connections into what was added since the last reading. Pure.
+
+    A connection that ends during a reading may be in neither sum. Then the sums of its way shrink, and the
+    next reading has the connection among the ended ones, from which the difference is withheld; not from
+    later ones, as the kernel may have lost the event.
+    """
+
+    def __init__(self, alive: Volumes) -> None:
+        """*alive*: sums that are told already."""
+        self.alive = alive
+        self._short: dict[Way, Volume] = {}
+
+    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[Way, Volume]]:
+        """Take in a reading. *ended*: since the last one."""
+        before, self.alive = self.alive, alive
+        short, self._short = self._short, {}
+        for way in {**before, **alive, **ended, **short}:
+            new = _limited(ended.get(way, NO_VOLUME).plus(short.get(way, NO_VOLUME)), max)
+            grown = new.plus(alive.get(way, NO_VOLUME)).minus(before.get(way, NO_VOLUME))
+            if min(grown) < 0:
+                self._short[way] = _limited(grown, min)
+            if max(grown) > 0:
+                yield way, _limited(grown, max)
+
+
+def _limited(volume: Volume, limit: Callable[[int, int], int]) -> Volume:
+    """Return *volume* without negative numbers if *limit* is max, without positive ones if it is min."""
+    return Volume(*(limit(0, number) for number in volume))
+
+
+class VolumeReader:
+    """Reads the kernel's counts. `add_ended` may be called from any thread."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+        self._growth = Growth({})
+        self.is_counted = False
+        """The kernel counts. If not, this reads nothing."""
+        self._ended: dict[Way, Volume] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> Volumes:
+        """The sums over the connections in the table, as of the last reading."""
+        return self._growth.alive
+
+    def check(self) -> None:
+        """Set `is_counted`."""
+        self.is_counted = are_counted()
+        if not self.is_counted:
+            log.info("bytes are not counted", extra={"fields": {"because": f"{SETTING} is not 1"}})
+
+    def start(self, alive: Volumes) -> None:
+        """Start counting if the kernel does, after `add_ended` may be called.
+
+        *alive*: sums that an earlier process has told. Without any, those of the table are taken for told.
+        """
+        if not self.is_counted:
+            return
+        try:
+            self._growth = Growth(alive or self._read())
+        except HostError as error:
+            self.is_counted = False
+            log.warning("bytes are not counted", extra={"fields": {"error": str(error)}})
+
+    def add_ended(self, volumes: Volumes) -> None:
+        """Add the sums over connections that have ended."""
+        with self._lock:
+            for way, volume in volumes.items():
+                self._ended[way] = self._ended.get(way, NO_VOLUME).plus(volume)
+
+    def read(self) -> Sequence[tuple[Way, Volume]]:
+        """Return the growth since the last reading, by way."""
+        if not self.is_counted:
+            return ()
+        with self._lock:
+            ended, self._ended = self._ended, {}
+        try:
+            return list(self._growth.add(ended, self._read()))
+        except HostError as error:
+            log.debug("cannot read bytes of connections", extra={"fields": {"error": str(error)}})
+            self.add_ended(ended)
+            return ()
+
+    def _read(self) -> Mapping[Way, Volume]:
+        found: dict[Way, Volume] = {}
+        for family in self._families:
+            found |= read_volumes(family)
+        return found
+
+
+# Failed connections of Services: reported by connection tracking, added to the totals.
+
+_SYN_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_syn_sent")
+_USUAL_SYN_TIMEOUT = 120
+
+Report = Callable[[Family, Frontend, Destination, Failure], None]
+
+
+class Failures:
+    """Reports each failed connection once, through *report*, which any thread may call."""
+
+    def __init__(self, families: Sequence[Family], report: Report) -> None:
+        self._families = families
+        self._report = report
+        self._unanswered: dict[Family, frozenset[bytes]] = {}
+        """Reported connections that the table still holds."""
+        self._lock = threading.Lock()
+        self._watch: ResetWatch | None = None
+        self.lost = 0
+        """Times that the kernel dropped events because they were not read fast enough."""
+
+    def start(self, add_volumes: Callable[[Volumes], None] | None) -> None:
+        """Start following events. Without them, which is logged, only unanswered connections are reported.
+
+        *add_volumes*: see `ResetWatch`.
+        """
+        try:
+            self._watch = ResetWatch(self._ended, add_volumes)
+        except HostError as error:
+            log.warning("refused and reset connections are not counted", extra={
+                "fields": {"error": str(error)}})
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def read(self) -> None:
+        timeout = _syn_timeout()
+        for family in self._families:
+            try:
+                found = read_unanswered(family, timeout)
+            except HostError as error:
+                log.debug("cannot read unanswered connections", extra={"fields": {"error": str(error)}})
+                continue
+            with self._lock:
+                known = self._unanswered.get(family, frozenset())
+                self._unanswered[family] = frozenset(one.id for one in found)
+            for one in found:
+                if one.id not in known:
+                    self._report(family, one.dialled, one.endpoint, Failure.UNANSWERED)
+
+    def _ended(self, found: Sequence[Ended], lost: bool) -> None:
+        self.lost += lost
+        for one in found:
+            failure = Failure.RESET if one.established else Failure.REFUSED
+            self._report(one.family, one.dialled, one.endpoint, failure)
+
+
+def _syn_timeout() -> int:
+    try:
+        return int(_SYN_TIMEOUT.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return _USUAL_SYN_TIMEOUT
+
+
+# Reads the counts of the backend that serves, and adds them up.
+
+INTERVAL = 15.0
+"""Seconds between two periodic readings."""
+FRESH = 1.0
+"""Seconds for which a reading answers every request."""
+_READINGS_UNTIL_WRITTEN = 4
+_PROTOCOLS = frozenset(map(int, Protocol))
+_MOST_FAILURES = 1 << 20
+"""Failed connections kept between two readings."""
+
+
+class TrafficRecorder:
+    """The totals of one process. Any thread may call."""
+
+    def __init__(
+        self, families: Sequence[Family], instance: BackendInstance, owners: FrontendOwners,
+        stored: StoredTotals, clock: Callable[[], float],
+    ) -> None:
+        """*instance* serves. *clock*: monotonic seconds."""
+        self.owners = owners
+        owners.before_move = lambda: self.read(fresh=0.0)
+        self._families = families
+        self._stored = stored
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._totals = Totals()
+        earlier = stored.read(clock())
+        self._totals.of = dict(earlier.totals)
+        self._instance = instance
+        self._counts = Counts(earlier.counts if earlier.mode == instance.mode else ())
+        """Of `_instance`, as they were read last."""
+        is_other = earlier.mode is not None and earlier.mode != instance.mode
+        self._skip = set(families) if is_other else set[Family]()
+        """Families of which the kernel may hold counts of `_instance` that have been added already."""
+        self.failures = Failures(families, self._failed)
+        self._alive = earlier.alive
+        self._volumes = VolumeReader(families)
+        self._read_at = float("-inf")
+        """Time of the last reading of all."""
+        self._readings = 0
+        self._problem = ""
+        self._silent: set[str] = set()
+        """Modes that do not count, which has been logged."""
+        self._unsorted: deque[tuple[Family, Frontend, Destination, Failure]] = deque(maxlen=_MOST_FAILURES)
+        self._started = False
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Start reading at intervals, once the owners of all frontends are known."""
+        with self._lock:
+            is_other = bool(self._skip)
+            if is_other:
+                self._read()  # Now, so that no connection from here on is taken for an old one.
+            self._started = True
+            self._volumes.check()
+            self.failures.start(self._volumes.add_ended if self._volumes.is_counted else None)
+            self._volumes.start(self._alive)
+            if is_other:
+                self._write()
+        threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
+
+    def stop(self) -> None:
+        """Read once more, and keep the totals for the next process."""
+        self._stopped.set()
+        if self._started:
+            self.failures.close()
+            self.read(fresh=0.0)
+            with self._lock:
+                self._write()
+
+    def read(self, *, fresh: float = FRESH) -> dict[ServicePortKey, Total]:
+        """Return the totals of a reading that is at most *fresh* seconds old."""
+        with self._lock:
+            now = self._clock()
+            if self._started and now - self._read_at >= fresh:
+                self._read()
+                self._count_failures(now)
+                self._count_volumes(now)
+                self._totals.forget(self.owners.exists, self.owners.uses, now)
+                self._totals.settle(now - self._read_at)
+                self._read_at = now
+            return dict(self._totals.of)
+
+    def switched(self, instance: BackendInstance, *, shares: bool) -> None:
+        """Count with *instance* from now on. *shares*: its base, or itself, counts where the last one's did.
+
+        Counts of a layer end with their mode: those of a later instance may be larger, and are no sequel.
+        While both modes' rules exist, each counts what either of them translates.
+        """
+        with self._lock:
+            self._read()
+            known = [(family, one) for family, one in self._counts if shares and not one.layer]
+            self._instance, self._counts = instance, Counts(known)
+            if not shares:
+                self._skip = set(self._families)
+                self._read()
+            self._write()
+
+    def _failed(self, family: Family, frontend: Frontend, where: Destination, failure: Failure) -> None:
+        """Remember a failed connection until the counts of its endpoint have been read."""
+        self._unsorted.append((family, frontend, where, failure))
+
+    def _count_failures(self, now: float) -> None:
+        self.failures.read()
+        while self._unsorted:
+            family, frontend, where, failure = self._unsorted.popleft()
+            key = self.owners.owner(family, frontend)
+            if key is None or self._totals.fail(key, where, failure):
+                continue
+            if failure is Failure.REFUSED and not self.owners.uses(key, where):
+                # The rules lead to a port of this node at which nothing listens: a relay without endpoints.
+                self._totals.reject(key, now)
+
+    def _count_volumes(self, now: float) -> None:
+        for way, volume in self._volumes.read():
+            if way.protocol not in _PROTOCOLS:
+                continue
+            port, endpoint_port = (int.from_bytes(port, "big") for port in (way.port, way.endpoint_port))
+            key = self.owners.owner(way.family, Frontend(way.destination, Protocol(way.protocol), port))
+            if key is not None:
+                where = Destination(way.endpoint, endpoint_port)
+                self._totals.carry(key, where, volume, now, is_endpoint=self.owners.uses(key, where))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL):
+            self.read(fresh=INTERVAL / 2)
+            with self._lock:
+                self._readings += 1
+                if self._readings % _READINGS_UNTIL_WRITTEN == 0:
+                    self._write()
+
+    def _read(self) -> None:
+        now, mode = self._clock(), self._instance.mode
+        for family in self._families:
+            try:
+                reading = self._instance.traffic(family)
+            except (BackendError, HostError) as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    log.warning("cannot read counts of connections", extra={"fields": {
+                        "mode": mode, "ip_family": family.label, "error": self._problem}})
+                continue
+            if reading is None and mode not in self._silent:
+                self._silent.add(mode)
+                log.warning("this mode does not count connections", extra={"fields": {"mode": mode}})
+            if family in self._skip:
+                self._skip.discard(family)
+                self._counts.remember(family, reading or ())
+            else:
+                self._totals.add(family, self._counts.new(family, reading or ()), self.owners.owner, now)
+
+    def _write(self) -> None:
+        mode = "" if self._skip else self._instance.mode
+        self._stored.write(Stored(mode, self._totals.of, list(self._counts), self._volumes.alive))

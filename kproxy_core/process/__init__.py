@@ -1,1 +1,0 @@
-"""The running proxy, assembled from the other rooms."""

@@ -1,1 +1,0 @@
-"""Answers about the plans and the kernel, for the control socket and for commands without a running proxy."""

@@ -1,1 +1,0 @@
-"""The API server as a source of events: list, watch, resume."""

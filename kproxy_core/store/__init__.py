@@ -1,1 +1,0 @@
-"""Events from sources, folded into one state. No I/O."""

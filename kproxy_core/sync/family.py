@@ -1,0 +1,242 @@
+"""The syncs of one IP family: their times, and the consequences of success and failure."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import PluginFailed, SyncFailed, TrustLost, Unsupported
+from kproxy_core.contract.values import Scope, SyncReport
+from kproxy_core.kube.store import Store
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.endpoints import MOST_DESTINATIONS
+from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
+from kproxy_core.sync.pacing import Pacing
+from kproxy_core.sync.plans import FamilyPlans
+
+log = logging.getLogger("kproxy.run")
+
+_ESCALATE_AFTER = 2
+"""Failures in a row after which a full sync is requested."""
+
+_REMEMBERED_TRIGGERS = 10_000
+"""Bound on changes whose latency is recorded after a series of failed syncs. The oldest are dropped."""
+
+_GIANT_REST_SHARE = 4
+"""Times the CPU time of a sync for a giant that the next one waits. Other Services do not wait for that."""
+
+
+class FamilySync:
+    """Syncs one family when that is due. All methods belong to the loop's thread."""
+
+    def __init__(
+        self, family: Family, store: Store, instance: BackendInstance, pacing: Pacing,
+        observers: Sequence[SyncObserver], clock: Callable[[], float], cpu: Callable[[], float],
+    ) -> None:
+        """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
+        self.plans = FamilyPlans(family, store)
+        self.instance = instance
+        self.family = family
+        self.is_synced = False
+        """A sync has succeeded."""
+        self.pacing = pacing
+        self._objects = store.families[family]
+        self._observers = observers
+        self._clock = clock
+        self._cpu = cpu
+        self._cpu_before = 0.0
+        self._is_for_giant = False
+        """The sync under way is for a giant, and does not delay the next one for others."""
+        self._giants_rest_until = 0.0
+        self._trigger_times: list[float] = []
+        self._failures = 0
+        self._degraded = ""
+        """`SyncReport.degraded` of the last sync."""
+        self._damage = ""
+        self._damages = 0
+        self._is_damaged = False
+        """Another process has changed rules since the last full sync, those of an earlier mode included."""
+
+    def request(self, scope: Scope = Scope.CHANGED) -> None:
+        self.pacing.request(self._clock(), scope)
+        for observer in self._observers:
+            observer.sync_requested(self.family)
+
+    def pause(self) -> None:
+        """Prepare for rules of another instance. The caller makes no turn until `serve_with`."""
+        for observer in self._observers:
+            observer.plans_changed(self.family, None)
+
+    def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
+        self.instance = instance
+        self.pacing = pacing
+        self._failures = 0
+        self._degraded = ""
+        self._damages = 0
+
+    def set_node(self, node: NodeView, addresses: frozenset[Address]) -> None:
+        for observer in self._observers:
+            observer.node_changed(node)
+        if self.plans.set_node(node, addresses):
+            self.request()
+
+    def report_damage(self, what: str) -> None:
+        """Have a change by another process, described by *what*, repaired."""
+        if not self._damages:
+            self._damage = what
+        self._damages += 1
+        self._is_damaged = True
+        self.pacing.request_repair()
+        for observer in self._observers:
+            observer.damage_found(self.family)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Return the time, not before *now*, at which `turn` has work without a further request."""
+        at = self.pacing.next_wakeup(now)
+        if not self.plans.waiting or self._failures:
+            return at
+        giants_at = max(now, self._giants_rest_until)
+        return giants_at if at is None else min(at, giants_at)
+
+    def turn(self) -> None:
+        """Sync if that is due. Raises Unsupported if the backend cannot work here.
+
+        Giants are planned one by one, when no other Service waits.
+        """
+        scope = self.pacing.due(self._clock())
+        self._is_for_giant = False
+        if scope is None:
+            if not self.plans.waiting or self._failures or self._clock() < self._giants_rest_until:
+                return
+            scope, self._is_for_giant = Scope.CHANGED, True
+        started, self._cpu_before = self._clock(), self._cpu()
+        for observer in self._observers:
+            observer.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
+        for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(self._is_for_giant)):
+            log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
+        for service, slices in self.plans.take_omissions().items():
+            log.log(
+                logging.ERROR if slices else logging.INFO,
+                "endpoints beyond the limit are not used" if slices else "all endpoints are used again",
+                extra={"fields": {
+                    "service": str(service), "limit": MOST_DESTINATIONS, "slices_not_used": slices}})
+        self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
+        if scope is Scope.CHANGED and not self.plans.differs and not self._degraded:
+            self._succeeded(started, scope, None)
+            return
+        if udp_frontends := self.plans.pending_udp_frontends():
+            for observer in self._observers:
+                observer.plans_changed(self.family, udp_frontends)
+        try:
+            report = self.instance.sync(self.plans.update(scope))
+        except Unsupported:
+            raise
+        except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must continue
+            self._failed(started, scope, error)
+        else:
+            self._succeeded(started, scope, report)
+
+    def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
+        ended = self._clock()
+        self._failures = 0
+        steps = []
+        problem = ""
+        is_first, rules_were_missing = not self.is_synced, False
+        if scope is Scope.RESYNC:
+            rules_were_missing = self._is_damaged or (report is not None and report.operations > 0)
+            self._is_damaged = False
+        if report is not None:
+            self._log_sync(scope, report, ended - started)
+            problem = "; ".join(filter(None, (self._log_unserved(report), report.degraded)))
+            self._degraded = report.degraded
+            steps = self.plans.acknowledge(report.unserved)
+            self.is_synced = True
+        self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)
+        trigger_times, self._trigger_times = self._trigger_times, []
+        synced = Synced(
+            plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
+            steps=steps, udp_ports=self.plans.take_udp_ports(),
+            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times,
+            named=self._objects.take_named(), problem=problem, is_first=is_first,
+            rules_were_missing=rules_were_missing,
+        )
+        for observer in self._observers:
+            observer.sync_succeeded(synced)
+
+    def _failed(self, started: float, scope: Scope, error: Exception) -> None:
+        """Keep everything for the retry."""
+        ended = self._clock()
+        expected, told = isinstance(error, SyncFailed), isinstance(error, (SyncFailed, PluginFailed))
+        self._failures += 1
+        del self._trigger_times[:-_REMEMBERED_TRIGGERS]
+        self.pacing.ran(started, ended, scope, False, cost=self._cost())
+        if scope is Scope.CHANGED:
+            if isinstance(error, TrustLost) or not expected:
+                self.pacing.request_repair()
+            elif self._failures == _ESCALATE_AFTER:
+                self.pacing.request(started, Scope.RESYNC)
+        failure = SyncFailure(family=self.family, scope=scope, seconds=ended - started, error=error)
+        for observer in self._observers:
+            observer.sync_failed(failure)
+        log.error(
+            "sync failed",
+            extra={"fields": {
+                "ip_family": self.family.label, "scope": scope.value, "failures": self._failures,
+                "error": str(error) if told else repr(error),
+            }},
+            exc_info=None if told else error,
+        )
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """A sync succeeded, and has to be made again all the same."""
+        return bool(self.plans.unserved) or bool(self._degraded)
+
+    def _cost(self) -> float:
+        """Return the CPU seconds of the sync so far that later syncs wait for.
+
+        A busy machine makes it longer, but not costlier.
+        """
+        cost = self._cpu() - self._cpu_before
+        if self._is_for_giant:
+            self._giants_rest_until = self._clock() + _GIANT_REST_SHARE * cost
+            return 0.0
+        return cost
+
+    def _log_unserved(self, report: SyncReport) -> str:
+        """Return the service ports that are not served, for people. Log when they change."""
+        unserved = report.unserved
+        problem = ""
+        if unserved:
+            key, reason = next(iter(unserved.items()))
+            others = f", and {len(unserved) - 1} more" if len(unserved) > 1 else ""
+            problem = f"not served: {key}: {reason}{others}"
+        if unserved != self.plans.unserved:
+            log.log(
+                logging.ERROR if unserved else logging.INFO,
+                "service ports are not served" if unserved else "all service ports are served again",
+                extra={"fields": {
+                    "ip_family": self.family.label, "service_ports": len(unserved), "problem": problem,
+                }},
+            )
+        return problem
+
+    def _log_sync(self, scope: Scope, report: SyncReport, seconds: float) -> None:
+        """Log a sync, at a level above debug only if an operator would want to know."""
+        level, message = logging.DEBUG, "synced"
+        fields: dict[str, object] = {}
+        if scope is Scope.RESYNC:
+            if not self.is_synced:
+                level, message = logging.INFO, "first sync"
+            elif self._damages:
+                level, message = logging.WARNING, "repaired foreign changes"
+                fields = {"what": self._damage, "changes": self._damages}
+                self._damages = 0
+            elif report.operations:
+                level, message = logging.INFO, "full sync found differences"
+        if log.isEnabledFor(level):
+            fields |= {
+                "ip_family": self.family.label, "scope": scope.value, "operations": report.operations,
+                "service_ports": len(self.plans.plans), "seconds": round(seconds, 6), **report.detail,
+            }
+            log.log(level, message, extra={"fields": fields})

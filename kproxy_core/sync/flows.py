@@ -1,0 +1,214 @@
+"""Deletion of tracked flows: stale ones of UDP after each sync, and TCP connections older than their
+rules.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.linux.conntrack import delete_stale_syns, delete_stale_udp
+from kproxy_core.linux.errors import HostError
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.plan.service_plan import Frontend, serving_destinations
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
+from kproxy_core.sync.observer import Synced, SyncObserver
+
+# Deletion of TCP connections that began before there were rules for them, on its own thread.
+
+log = logging.getLogger("kproxy.run")
+
+_BOTH_FAMILIES = 0.05
+"""Seconds in which the other family is synced, too."""
+_REST = 1.0
+"""Seconds after searches: walking conntrack takes 10 ms or more, and Services may be created in a row.
+Clients repeat a SYN after a second at the earliest."""
+
+
+class EarlyConnections(SyncObserver):
+    """Searches after each sync that adds TCP frontends, or before which rules were missing.
+
+    A first sync that writes nothing shows that none were missing. A failed search is repeated after the next
+    sync.
+    """
+
+    def __init__(self, deleted: Callable[[Family, int, float], None]) -> None:
+        """*deleted* is told, on the thread, how many connections a search has deleted in how many seconds."""
+        self._deleted = deleted
+        self._due: dict[Family, Callable[[Socket], bool]] = {}
+        """The destinations of such connections."""
+        self._wakeup = threading.Event()
+        self._thread: threading.Thread | None = None
+        """Started with the first search."""
+        self._failed: set[Family] = set()
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        family, plans = synced.family, synced.plans
+        if (
+            synced.rules_were_missing or family in self._failed
+            or (not synced.is_first and any(adds_tcp(step.before, step.after) for step in synced.steps))
+        ):  # fmt: skip
+            self._failed.discard(family)
+            self._due[family] = partial(
+                is_stale_syn, owner=plans.owner,
+                node_port_addresses=frozenset(plans.node.node_port_addresses),
+            )  # fmt: skip
+            self._wakeup.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kproxy-early", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while self._wakeup.wait():
+            time.sleep(_BOTH_FAMILIES)
+            self._wakeup.clear()
+            for family in list(self._due):
+                self._search(family, self._due.pop(family))
+            time.sleep(_REST)
+
+    def _search(self, family: Family, is_stale: Callable[[Socket], bool]) -> None:
+        started = time.monotonic()
+        try:
+            deleted = delete_stale_syns(family, is_stale)
+        except (HostError, OSError) as error:
+            self._failed.add(family)
+            log.warning("could not delete early TCP connections", extra={
+                "fields": {"ip_family": family.label, "error": str(error)}
+            })
+            return
+        self._deleted(family, deleted, time.monotonic() - started)
+
+
+# Deletion of stale UDP flows after each sync, on its own thread: walking conntrack takes 10 ms or more.
+
+class Deletion:
+    """One set of stale flows while they are being deleted, by a thread that judges each flow when it sees it.
+
+    Newer syncs start flows that the set knows nothing of: flows to their frontends are spared.
+    """
+
+    def __init__(self, stale: StaleFlows) -> None:
+        self.stale = stale
+        self._spared: frozenset[Frontend] = frozenset()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Flows were spared, and must be judged again."""
+        return bool(self._spared & self.stale.frontends)
+
+    def spare(self, frontends: frozenset[Frontend]) -> None:
+        """Delete no more flows to *frontends*. Called before the kernel gets rules that start such flows."""
+        self._spared |= frontends
+
+    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+        """Return True if a flow to *destination* that *answered_by* replies to must be deleted."""
+        spared = self._spared
+        address, port = destination
+        if spared and not spared.isdisjoint(
+            (Frontend(address, IpProtocol.UDP, port), Frontend(None, IpProtocol.UDP, port))
+        ):
+            return False
+        return self.stale.is_stale(destination, answered_by)
+
+
+class CleanupResult(NamedTuple):
+    family: Family
+    deletion: Deletion
+    deleted: int | None
+    """None: it failed, and must be tried again."""
+    seconds: float
+
+
+class FlowCleaner:
+    """Deletes stale flows on one thread, which is started with the first ones, and reports the results."""
+
+    def __init__(self, done: Callable[[CleanupResult], None]) -> None:
+        """*done* is called on the thread."""
+        self._done = done
+        self._due: SimpleQueue[tuple[Family, Deletion]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def clean(self, family: Family, deletion: Deletion) -> None:
+        """Start deleting the flows of *family* that *deletion* finds stale."""
+        self._due.put((family, deletion))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kproxy-flows", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            family, deletion = self._due.get()
+            started = time.monotonic()
+            deleted: int | None = None
+            try:
+                deleted = delete_stale_udp(family, deletion.stale.ports, deletion.is_stale)
+            except (HostError, OSError) as error:
+                log.warning("could not delete stale UDP flows", extra={
+                    "fields": {"ip_family": family.label, "error": str(error)}
+                })
+            self._done(CleanupResult(family, deletion, deleted, time.monotonic() - started))
+
+
+class StaleFlowObserver(SyncObserver):
+    """Has stale UDP flows deleted after each sync, for each family one set at a time."""
+
+    def __init__(self, families: Sequence[Family], clean: Callable[[Family, Deletion], None]) -> None:
+        """*clean*: see `FlowCleaner.clean`. Its result must be given to `finish`."""
+        self._start_cleaning = clean
+        self._trackers = {family: StaleFlowTracker() for family in families}
+        self._running: dict[Family, Deletion] = {}
+        self._unsettled: set[Family] = set()
+        """Families whose rules may be newer than the last success. No deletion starts: it would not know the
+        endpoints and relays of those rules."""
+        self._instances: dict[Family, BackendInstance] = {}
+        self._node_port_addresses: dict[Family, frozenset[Address]] = {}
+
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend] | None) -> None:
+        self._unsettled.add(family)
+        running = self._running.get(family)
+        if running is not None:
+            running.spare(running.stale.frontends if udp_frontends is None else udp_frontends)
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        family, plans = synced.family, synced.plans
+        changed = synced.udp_ports
+        if self._instances.get(family) is not synced.instance:
+            # Record its relays for all service ports: they answer flows even after another mode took over.
+            self._instances[family] = synced.instance
+            changed |= {key for key in plans.plans if key.protocol is IpProtocol.UDP}
+        self._unsettled.discard(family)
+        for key in changed:
+            relays = {relay(family, port) for port in synced.instance.relays(family, key)}
+            serving = serving_destinations(plans.candidates(key))
+            self._trackers[family].put(key, plans.plans.get(key), serving | relays)
+        if synced.rules_were_missing:
+            self._trackers[family].examine_all()
+        self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)
+        self._clean(family)
+
+    def finish(self, result: CleanupResult) -> None:
+        """Take back the flows that could not be deleted, else continue. Called on the loop's thread.
+
+        Ignores results of deletions that another observer started.
+        """
+        if self._running.get(result.family) is not result.deletion:
+            return
+        del self._running[result.family]
+        if result.deleted is None or result.deletion.is_incomplete:
+            self._trackers[result.family].give_back(result.deletion.stale)
+        if result.deleted is not None:
+            self._clean(result.family)
+
+    def _clean(self, family: Family) -> None:
+        """Start deleting, unless a deletion is running: `finish` or the next success then continues."""
+        if family in self._running or family in self._unsettled:
+            return
+        stale = self._trackers[family].take(self._node_port_addresses[family])
+        if stale:
+            deletion = self._running[family] = Deletion(stale)
+            self._start_cleaning(family, deletion)

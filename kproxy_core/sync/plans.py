@@ -1,0 +1,245 @@
+"""The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kproxy_core.contract.values import Scope, Update
+from kproxy_core.kube.store import Store
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import EndpointSlice, ServiceName, ServicePortKey
+from kproxy_core.plan.claims import Claims, Conflict
+from kproxy_core.plan.endpoints import (
+    MOST_DESTINATIONS,
+    Candidates,
+    count_destinations,
+    endpoints_of,
+    within_limit,
+)
+from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
+
+_UDP = Protocol.UDP
+
+GIANT = 10_000
+"""Endpoints times ports above which a Service is a giant: a change of it takes some 0.1 s."""
+
+
+class Step(NamedTuple):
+    """The change of one service port between two acknowledged states; None: absent."""
+
+    key: ServicePortKey
+    before: ServicePlan | None
+    after: ServicePlan | None
+
+
+class HealthCheck(NamedTuple):
+    port: int
+    ready: int
+    """Distinct addresses of ready endpoints on this node."""
+
+
+class FamilyPlans:
+    """Plans changes and remembers them until `acknowledge`. One thread, no I/O.
+
+    A change costs what its Services cost. Only another node name, zone or address makes it plan all of them.
+    """
+
+    def __init__(self, family: Family, store: Store) -> None:
+        self.family = family
+        self.node = NodeView(family=family, name="")
+        """Set by `set_node`."""
+        self.addresses: frozenset[Address] = frozenset()
+        """Of the node's interfaces, set by `set_node`. No plan depends on them."""
+        self.plans: dict[ServicePortKey, ServicePlan] = {}
+        """All service ports."""
+        self.node_changed = True
+        self.unserved: Mapping[ServicePortKey, str] = {}
+        """Acknowledged service ports that the backend could not serve, with the reason."""
+        self._store = store
+        self._objects = store.families[family]
+        self._claims = Claims()
+        self._before: dict[ServicePortKey, ServicePlan | None] = {}
+        """The acknowledged plans of all service ports that differ now."""
+        self._dirty: set[ServiceName] = set()
+        self._giants: set[ServiceName] = set()
+        """Giants among the planned Services."""
+        self._waiting: dict[ServiceName, None] = {}
+        """Changed giants that are not planned yet, in that order."""
+        self._omitted: dict[ServiceName, int] = {}
+        """Number of slices that are not used, for Services above the limit."""
+        self._new_omissions: dict[ServiceName, int] = {}
+        self._udp_ports: set[ServicePortKey] = set()
+        self._health_checked: set[ServiceName] = set()
+
+    def set_node(self, node: NodeView, addresses: frozenset[Address]) -> bool:
+        """Plan for *node* from now on. Return True if it differs from the last one.
+
+        *addresses* are those of all its interfaces.
+        """
+        known, self.addresses = self.node, addresses
+        if node == known:
+            return False
+        self.node = node
+        self.node_changed = True
+        if (node.name, node.zone, node.node_ip) != (known.name, known.zone, known.node_ip):
+            self._dirty.update(self._store.services)
+        return True
+
+    def plan(self, most_giants: int | None = None) -> list[Conflict]:
+        """Bring the plans up to date with the store. Return new frontend conflicts.
+
+        Of changed giants, those beyond *most_giants* wait for another call; None: all are planned.
+        """
+        waiting, self._waiting = self._waiting, {}
+        names = waiting | self._objects.take_changed()
+        if self._dirty:
+            names |= dict.fromkeys(self._dirty)
+            self._dirty = set()
+        if most_giants is not None:
+            changed_giants = [name for name in names if self._is_giant(name)]
+            self._waiting = dict.fromkeys(changed_giants[most_giants:])
+            for name in self._waiting:
+                del names[name]
+        touched: set[ServiceName] = set()
+        for name in names:
+            service = self._store.services.get(name)
+            wanted: tuple[ServicePlan, ...] = ()
+            if service is not None:
+                wanted = plan_service(service, self._usable_slices(name), self.node)
+            self._note_size(name)
+            before = self._claims.wanted(name)
+            if before:
+                keys = {plan.key for plan in wanted}
+                for plan in before:
+                    if plan.key not in keys:
+                        self._put(plan.key, None)
+            if before or wanted:
+                touched |= self._claims.want(name, wanted)
+                self._put_granted(name)
+        for name in touched:
+            self._put_granted(name)
+        return self._claims.take_conflicts()
+
+    @property
+    def waiting(self) -> Mapping[ServiceName, None]:
+        """Changed giants that are not planned yet."""
+        return self._waiting
+
+    def take_omissions(self) -> dict[ServiceName, int]:
+        """Return how many slices of Services are beyond the limit, where that changed since the last call."""
+        taken, self._new_omissions = self._new_omissions, {}
+        return taken
+
+    @property
+    def differs(self) -> bool:
+        """The backend has work: something is not acknowledged, or could not be served."""
+        return bool(self._before) or bool(self.unserved) or self.node_changed
+
+    def update(self, scope: Scope) -> Update:
+        changed = {key: self.plans.get(key) for key in (*self._before, *self.unserved)}
+        return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
+
+    def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
+        """Take the last update as done, except for *unserved*, which is part of the next one.
+
+        Return the changes since the last acknowledgement.
+        """
+        self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
+        steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
+        self._before = {}
+        self.unserved = dict(unserved)
+        self.node_changed = False
+        return steps
+
+    def pending_udp_frontends(self) -> frozenset[Frontend]:
+        """Return the frontends, before and after, of the service ports in `take_udp_ports`."""
+        return frozenset(
+            frontend for key in self._udp_ports
+            for plan in (self._before.get(key), self.plans.get(key)) if plan is not None
+            for frontend in plan.frontends())
+
+    def take_udp_ports(self) -> frozenset[ServicePortKey]:
+        """Return the UDP service ports planned or tried again since the last call.
+
+        Their serving endpoints or relays may differ even where their plans do not.
+        """
+        taken, self._udp_ports = self._udp_ports, set()
+        return frozenset(taken)
+
+    def take_health_checks(self) -> dict[ServiceName, HealthCheck | None]:
+        """Return the health check node ports planned since the last call; None: removed.
+
+        The number of ready endpoints may differ even where no plan does.
+        """
+        taken, self._health_checked = self._health_checked, set()
+        return {name: self._health_check(name) for name in taken}
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None:
+        """Return the plan to which *frontend* belongs. None: it is unclaimed, or a health check node port.
+
+        From any thread.
+        """
+        key = self._claims.holder(frontend)
+        plan = self.plans.get(key) if key is not None else None
+        return plan if plan is not None and frontend in plan.frontends() else None
+
+    def origin(self, service: ServiceName) -> str:
+        """Return the file or the resource version of a Service; "" if unknown."""
+        return self._store.origins.get(service, "")
+
+    def candidates(self, key: ServicePortKey) -> Candidates:
+        """Return all endpoints of one service port, usable or not."""
+        service = self._store.services.get(key.service)
+        for port in service.ports if service is not None else ():
+            if (port.name, port.protocol) == (key.port_name, key.protocol):
+                return endpoints_of(port, self._usable_slices(key.service))
+        return ()
+
+    def _is_giant(self, name: ServiceName) -> bool:
+        """Return whether a Service is a giant now, or was one when it was planned."""
+        return name in self._giants or count_destinations(self._objects.slices.get(name)) > GIANT
+
+    def _usable_slices(self, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
+        slices = self._objects.slices.get(name)
+        return within_limit(slices) if slices and count_destinations(slices) > MOST_DESTINATIONS else slices
+
+    def _note_size(self, name: ServiceName) -> None:
+        """Note whether a Service that is being planned is a giant, and how many slices it may not use."""
+        slices = self._objects.slices.get(name) or {}
+        if count_destinations(slices) > GIANT:
+            self._giants.add(name)
+        elif name in self._giants:
+            self._giants.remove(name)
+        else:
+            return
+        omitted = len(slices) - len(self._usable_slices(name) or ())
+        if omitted != self._omitted.pop(name, 0):
+            self._new_omissions[name] = omitted
+        if omitted:
+            self._omitted[name] = omitted
+
+    def _health_check(self, name: ServiceName) -> HealthCheck | None:
+        granted = self._claims.granted(name)
+        port = granted[0].health_check_node_port if granted else 0
+        if not port:
+            return None
+        return HealthCheck(port, count_ready_local(self._objects.slices.get(name), self.node))
+
+    def _put_granted(self, name: ServiceName) -> None:
+        for plan in self._claims.granted(name):
+            self._put(plan.key, plan)
+
+    def _put(self, key: ServicePortKey, plan: ServicePlan | None) -> None:
+        known = self.plans.get(key)
+        if key.protocol is _UDP:
+            self._udp_ports.add(key)
+        if (known and known.health_check_node_port) or (plan and plan.health_check_node_port):
+            self._health_checked.add(key.service)
+        if known == plan:
+            return
+        if plan is None:
+            del self.plans[key]
+        else:
+            self.plans[key] = plan
+        if self._before.setdefault(key, known) == plan:
+            del self._before[key]

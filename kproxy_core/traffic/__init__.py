@@ -1,1 +1,0 @@
-"""New connections of Services, added up from the counts of backends. Nothing here decides about traffic."""

@@ -1,0 +1,61 @@
+"""Removes the mode's links, programs, maps and tables of this network namespace, at once or for another
+mode.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import BackendSettings, Leftovers
+from kproxy_ebpf import names
+from kproxy_ebpf.kernel.notrack import delete_tables
+from kproxy_ebpf.kernel.port import detach_pins, forget_connections, pins_of
+from kproxy_ebpf.settings import read_settings
+
+# Removes the mode's links, programs, maps and tables of this network namespace.
+
+
+def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
+    """Detach all programs and remove all pins and tables, or say what would be removed."""
+    try:
+        home = pins_of(read_settings(settings))
+        removed = delete_tables(dry_run=dry_run)
+        if not home.exists():
+            return Leftovers(names.MODE, tuple(removed))
+        removed += [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
+        if not dry_run:
+            detach_pins(home / "links", names.KINDS)
+            shutil.rmtree(home)
+    except (OSError, BackendError) as error:
+        return Leftovers(names.MODE, errors=(str(error),))
+    return Leftovers(names.MODE, tuple(removed))
+
+
+# Leaves local sockets to another mode without changing the address that a late reply bears.
+
+GRACE = 5.0
+"""Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
+
+_since: dict[str, float] = {}
+"""Time at which the programs of a directory stopped choosing endpoints, on the monotonic clock."""
+
+
+def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
+    """Stop choosing endpoints at once; keep translating replies for a while.
+
+    Established TCP connections need nothing of this mode; those that were not tracked are from now on.
+    """
+    try:
+        home = pins_of(read_settings(settings))
+        pins = detach_pins(home / "links", (*names.ON_THE_WAY_OUT, *names.COUNTING))
+        tables = delete_tables()
+        if pins:
+            _since[str(home)] = clock()
+            with suppress(PermissionError):  # No bpf(2) here: a clean-up removes the map.
+                forget_connections(home)
+    except (OSError, BackendError) as error:
+        return Leftovers(names.MODE, errors=(str(error),))
+    in_grace = clock() - _since.get(str(home), -GRACE) < GRACE
+    return Leftovers(names.MODE, (*(f"BPF pin {path}" for path in pins), *tables), in_grace=in_grace)

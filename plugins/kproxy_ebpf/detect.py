@@ -1,0 +1,195 @@
+"""Finds out whether this machine can run the programs, by trying each thing they need; and the mode's
+deviations.
+"""
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from kproxy_core.contract.caveats import sorted_plans
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
+from kproxy_core.linux import process
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.modules import Modules, kernel_version
+from kproxy_core.linux.trial import Attempts
+from kproxy_core.linux.udp_sockets import udp_destruction_problem
+from kproxy_core.model.address import Family, format_address
+from kproxy_ebpf import names
+from kproxy_ebpf.kernel import bpf, mounts
+from kproxy_ebpf.kernel.notrack import refusal
+from kproxy_ebpf.kernel.port import namespace_cookie
+from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
+from kproxy_ebpf.settings import Settings, read_settings
+from kproxy_ebpf.wanted import only_node_clients, wanted
+
+# Finds out whether this machine can run the programs: each thing that they need is tried.
+
+_PERMISSION = "grant CAP_BPF and CAP_NET_ADMIN, and a seccomp profile that allows bpf(2)"
+_ARRAY = bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)
+_SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, flags=1)
+_LRU = bpf.MapDefinition(type=9, key=8, value=8, entries=64, flags=0)
+_CGROUP = "mount the host's cgroup2 tree at /sys/fs/cgroup, or set kproxy.backendOptions.ebpf.cgroup"
+_FOREIGN = "remove the exclusive program of the cgroup or an ancestor, or name another cgroup"
+_TRACKED = "leave out kproxy.backendOptions.ebpf.notrack"
+_ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+"""``r0 = 1; exit``"""
+
+
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Try bpf(2), maps, cgroup, BPF file system and compiler; attach programs only in a *trial*."""
+    options = read_settings(settings)
+    requirements = [*_quick(options, settings.families, load_modules=load_modules)]
+    if trial is not None:
+        requirements.append(_attach(options))
+    return Detection(names.MODE, tuple(requirements))
+
+
+def lacking(options: Settings, families: Sequence[Family] = tuple(Family)) -> list[str]:
+    """Return the missing requirements, as far as they can be found out in milliseconds."""
+    found = _quick(options, families, load_modules=True)
+    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in found if not r.met]
+
+
+def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool) -> Iterator[Requirement]:
+    yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
+    version = ".".join(map(str, kernel_version()))
+    yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {version})",
+                 "use Linux 5.8 or newer")  # fmt: skip
+    yield _tried("BPF programs for cgroups", lambda: os.close(_load("connect4")), "load")
+    yield _tried("cookie of the network namespace", namespace_cookie, "known", "use Linux 5.14 or newer")
+    yield _tried("cgroup", lambda: os.close(mounts.open_cgroup(options.cgroup)),
+                 options.cgroup or "root of the cgroup2 tree", _CGROUP)  # fmt: skip
+    yield _pin_directory(options.pin_directory)
+    yield _compiler()
+    if options.connected_udp:
+        problem = udp_destruction_problem()
+        found = f"{problem}: connected UDP sockets are left to the rules" if problem else "works"
+        yield Requirement("destruction of UDP sockets", True, found)
+    if options.notrack_mark:
+        attempts = Attempts(Modules(), why_not="", load_modules=load_modules)
+        modules = ("nft_socket", *(f"nf_socket_{family.label.lower()}" for family in families))
+        what = "match of a packet's socket in nf_tables"
+        yield attempts.attempt(what, modules, partial(refusal, families), _TRACKED)
+
+
+def _pin_directory(directory: str) -> Requirement:
+    what = "BPF file system"
+    if mounts.is_bpf_file_system(directory):
+        return Requirement(what, True, f"holds {directory}")
+    parent = Path(directory).parent
+    if parent.is_dir() and "CAP_SYS_ADMIN" in process.held():
+        return Requirement(what, True, f"can be mounted at {parent}", guessed=True)
+    return Requirement(what, False, f"{parent} is not one", f"mount -t bpf bpf {parent}")
+
+
+def _compiler() -> Requirement:
+    what = "compiled BPF programs"
+    try:
+        compilation = Compilation(start=False)
+        if compilation.is_cached:
+            return Requirement(what, True, "cached")
+        met = has_compiler()
+    except (HostError, OSError) as error:
+        return Requirement(what, False, str(error), BCC_REMEDY)
+    return Requirement(
+        what, met, "bcc compiles them" if met else "bcc is not installed", "" if met else BCC_REMEDY
+    )
+
+
+def _attach(options: Settings) -> Requirement:
+    """Attach a program of each kind to a new child of the cgroup, and remove both."""
+    what = "programs at a cgroup"
+    child = f"kproxy-probe-{os.getpid()}"
+    try:
+        parent = mounts.open_cgroup(options.cgroup)
+    except (HostError, OSError) as error:
+        return Requirement(what, False, str(error), "see above")
+    try:
+        os.mkdir(child, dir_fd=parent)
+        try:
+            problem = _attach_all(os.open(child, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent))
+        finally:
+            os.rmdir(child, dir_fd=parent)
+    except OSError as error:
+        return Requirement(what, True, f"not tried: {error}", guessed=True)
+    finally:
+        os.close(parent)
+    return Requirement(what, not problem, problem or "all attach", problem and _FOREIGN)
+
+
+def _attach_all(cgroup: int) -> str:
+    """Return why a program cannot be attached to the new *cgroup*, which is closed; "" if all can."""
+    try:
+        for name in names.KINDS:
+            program, attach_type = _load(name), names.KINDS[name][1]
+            try:
+                os.close(bpf.create_link(program, cgroup, attach_type))
+            except PermissionError:
+                foreign = ", ".join(map(_name_of, bpf.attached(cgroup, attach_type)))
+                return f"{name}: the cgroup or an ancestor has an exclusive program: {foreign}"
+            finally:
+                os.close(program)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(cgroup)
+    return ""
+
+
+def _load(name: str) -> int:
+    return bpf.load_program(*names.KINDS[name], "kproxy_probe", _ACCEPT)
+
+
+def _name_of(program: int) -> str:
+    """Return the name and id of a program; the name needs CAP_SYS_ADMIN."""
+    with suppress(OSError):
+        return f"{bpf.program_name(program)} (id {program})"
+    return f"id {program}"
+
+
+def _make_maps() -> None:
+    for definition in (_SK_STORAGE, _LRU):
+        os.close(bpf.create_map("kproxy_probe", definition))
+
+
+def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERMISSION) -> Requirement:
+    try:
+        act()
+    except (OSError, BackendError, HostError) as error:
+        permission = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
+        return Requirement(what, False, str(error), _PERMISSION if permission else remedy)
+    return Requirement(what, True, found)
+
+
+# Deviations of this mode from the rules that it stands on. Pure.
+
+def caveats(update: Update, *, clients: str, whole_node: bool, notrack: bool = False) -> Iterator[Caveat]:
+    """Yield the deviations of connect-time translation. *whole_node*: every cgroup is covered."""
+    plans = [plan for plan in sorted_plans(update) if any(True for _ in wanted(plan))]
+    if not plans:
+        return
+    if only_node_clients(clients, update.node):
+        yield Caveat("sockets of pods are left to the rules", lost=False)
+    else:
+        if clients == "all":
+            yield Caveat("pods reach external frontends with their own address as source", lost=False)
+        if whole_node:
+            yield Caveat(
+                "containers of this machine that are not of this cluster are translated too", lost=False
+            )
+    if notrack:
+        yield Caveat("rules that match conntrack states do not recognise replies to this node", lost=False)
+    for plan in plans:
+        if plan.affinity_seconds:
+            yield Caveat("session affinity tells clients apart by network namespace, not by address",
+                         plan.key, lost=False)  # fmt: skip
+        if plan.node_port and update.node.node_ports_on_loopback:
+            where = format_address(update.node.family.loopback)
+            yield Caveat(
+                f"node port {plan.node_port} is served on {where} to the node itself",
+                plan.key, lost=False, only_here=update.node.family is Family.IPV6)  # fmt: skip

@@ -1,0 +1,169 @@
+"""Serves the hooks `kproxy_explain` and `kproxy_dialled`: the map elements that decide for local sockets."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.namespaces import in_network_namespaces
+from kproxy_core.model.address import Protocol, family_of, format_socket, is_loopback
+from kproxy_core.model.service import Destination
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_ebpf import batch, names
+from kproxy_ebpf.batch import address_key, parse_endpoint, parse_frontend, parse_peer
+from kproxy_ebpf.kernel.port import PinnedMaps
+from kproxy_ebpf.kernel.sockets import stored_values
+from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.wanted import Group, frontends_left_by_pods, only_node_clients, wanted
+
+# Serves the hook `kproxy_dialled`: the frontend that a socket remembers.
+
+
+def dialled(source: Destination, endpoint: Destination) -> Destination | None:
+    """Return the frontend that the TCP socket at *source* dialled. Raises HostError.
+
+    The sockets of pods are in other network namespaces, which are searched last.
+    """
+    found: list[Destination] = []
+
+    def look() -> None:
+        found.extend(_frontends(source, endpoint))
+
+    look()
+    if not found:
+        try:
+            in_network_namespaces(look)
+        except HostError:
+            if not found:
+                raise
+    return found[0] if found else None
+
+
+def _frontends(source: Destination, endpoint: Destination) -> Iterator[Destination]:
+    for address, value in stored_values(Protocol.TCP, source.port):
+        if address_key(address) != address_key(source.address):
+            continue
+        peer = parse_peer(value)
+        if peer is not None and parse_endpoint(peer[1], family_of(endpoint.address)) == endpoint:
+            to, _, port = parse_frontend(peer[0])
+            yield Destination(to, port)
+
+
+# Serves the hook `kproxy_explain`: the map elements that decide for local sockets, in front of the rules.
+
+def explain(
+    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: PinnedMaps | None
+) -> list[KernelSide]:
+    """Return *rules*, the base's answers, with what programs decide before them.
+
+    *maps* None: with the elements that would be written. Raises SyncFailed.
+    """
+    return [
+        _in_front(question, side, settings, maps) for question, side in zip(questions, rules, strict=True)
+    ]
+
+
+def _in_front(
+    question: Question, side: KernelSide, settings: Settings, maps: PinnedMaps | None
+) -> KernelSide:
+    if not _may_translate(question, settings):
+        return side
+    found = _written(question) if maps is None else _held(question, maps)
+    if found is None:
+        return side
+    pod = question.packet.origin is Origin.POD
+    if pod and found.flags & frontends_left_by_pods(settings.clients, question.node):
+        return side
+    fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
+    objects = [*found.objects, *side.objects]
+    if settings.notrack_mark and not pod and question.packet.protocol is Protocol.TCP:
+        table = f"table {question.packet.family.ip} {names.NOTRACK_TABLE}"
+        objects.append(KernelObject(table, f"meta mark {settings.notrack_mark:#010x} notrack"))
+    deviation = _ON_LOOPBACK if is_loopback(question.packet.destination) else side.deviation
+    return KernelSide(tuple(objects), fate, found.remembered, deviation)
+
+
+def _may_translate(question: Question, settings: Settings) -> bool:
+    """Return whether programs decide for this client. The Service's own endpoints are left to the rules."""
+    packet, plan = question.packet, question.plan
+    if packet.origin is Origin.OUTSIDE or (plan is not None and packet.source in plan.hairpins):
+        return False
+    return packet.origin is Origin.NODE or not only_node_clients(settings.clients, question.node)
+
+
+_ON_LOOPBACK = "sockets of the node reach node ports on loopback, too"
+
+
+class _Found(NamedTuple):
+    objects: Sequence[KernelObject]
+    choices: tuple[Choice, ...]
+    flags: int
+    """Of the frontend."""
+    remembered: Destination | None = None
+
+
+def _keys(question: Question) -> list[bytes]:
+    packet, node = question.packet, question.node
+    keys = [batch.frontend_key(packet.destination, packet.protocol, packet.port)]
+    on_loopback = (
+        node.node_ports_on_loopback and packet.origin is Origin.NODE
+        and packet.destination == node.family.loopback
+    )  # fmt: skip
+    if on_loopback or packet.destination in node.node_port_addresses:
+        keys.append(batch.node_port_key(packet.family, packet.protocol, packet.port))
+    return keys
+
+
+def _written(question: Question) -> _Found | None:
+    if question.plan is None:
+        return None
+    for group in wanted(question.plan):
+        for frontend in group.frontends:
+            if frontend.key in _keys(question):
+                return _Found(_texts(question, group), _choices(group), frontend.flags)
+    return None
+
+
+def _texts(question: Question, group: Group) -> Sequence[KernelObject]:
+    dialled = format_socket(question.packet.destination, question.packet.port)
+    return [KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.endpoints)} endpoints")] + [
+        KernelObject(f"BPF map {names.SLOTS}", format_socket(*endpoint)) for endpoint in group.endpoints
+    ]
+
+
+def _choices(group: Group) -> tuple[Choice, ...]:
+    share = 1 / len(group.endpoints)
+    return tuple(Choice(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
+
+
+def _held(question: Question, maps: PinnedMaps) -> _Found | None:
+    """Return the maps' elements for a frontend; None: the rules decide."""
+    packet, keys = question.packet, _keys(question)
+    found = ((key, value) for key in keys if (value := maps.find(names.FRONTENDS, key)) is not None)
+    key, value = next(found, (b"", b""))
+    on_node = maps.find(names.NODE_ADDRESSES, batch.address_key(packet.destination)) is not None
+    if not value or (key != keys[0] and not on_node):
+        return None
+    service = batch.parse_service(value)
+    dialled = format_socket(packet.destination, packet.port)
+    text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} endpoints"
+    objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
+    choices: list[Choice] = []
+    for index in range(service.endpoints):
+        endpoint = maps.find(names.SLOTS, batch.slot_key(service.identity, index))
+        if endpoint is None:
+            objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
+            continue
+        where = batch.parse_endpoint(endpoint, packet.family)
+        objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
+        choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
+    remembered = _remembered(question.packet, service, maps)
+    return _Found(objects, tuple(choices), service.frontend, remembered)
+
+
+def _remembered(packet: Packet, service: batch.ServiceValue, maps: PinnedMaps) -> Destination | None:
+    """Return the endpoint of the node's own clients. A pod's namespace is not known by its address."""
+    if not service.affinity_seconds or packet.origin is not Origin.NODE:
+        return None
+    endpoint = maps.pinned_endpoint(service.identity, service.affinity_seconds)
+    return None if endpoint is None else batch.parse_endpoint(endpoint, packet.family)

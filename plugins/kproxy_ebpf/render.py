@@ -1,0 +1,70 @@
+"""Elements of the maps as text, whole or as the difference to the kernel's."""
+
+from collections.abc import Iterator, Mapping
+
+from kproxy_core.contract.values import Preview, Update
+from kproxy_core.linux.nft_tables import commands_text, completion
+from kproxy_core.model.address import Family, format_address, format_socket
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ebpf import names
+from kproxy_ebpf.applied import Contents, compare, contents
+from kproxy_ebpf.kernel.notrack import planned_commands
+from kproxy_ebpf.kernel.port import pinned_maps
+from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.skeleton import notrack_layout, notrack_table
+from kproxy_ebpf.wanted import Group, node_addresses, wanted
+
+# The elements of the maps as text for people.
+
+
+def render_text(update: Update, notrack_mark: int) -> str:
+    """Return the mode's own rules, and as comments the endpoints of local sockets by destination."""
+    rules = _notrack_rules(update.node.family, notrack_mark) if notrack_mark else ""
+    lines = ["# BPF maps: local sockets that dial a frontend are sent to one of its endpoints."]
+    for _, plan in sorted(update.plans.items()):
+        for group in wanted(plan):
+            lines += _group(plan, group)
+    return rules + "\n".join(lines) + "\n"
+
+
+def _notrack_rules(family: Family, mark: int) -> str:
+    return commands_text(completion(notrack_table(family), notrack_layout(mark), {}, None))
+
+
+def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
+    affinity = f", affinity {plan.affinity_seconds} s" if plan.affinity_seconds else ""
+    yield f"# {plan.key} ({group.name}{affinity})"
+    protocol = plan.key.protocol.name.lower()
+    for address, _, port in plan.frontends():
+        where = f"node port {port}" if address is None else format_socket(address, port)
+        yield f"#   frontend {where}/{protocol}"
+    for endpoint in group.endpoints:
+        is_local = endpoint.address in plan.hairpins
+        hairpin = f", unless the client is {format_address(endpoint.address)}" if is_local else ""
+        yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"
+
+
+# Serves the hook `kproxy_preview`: the difference between maps and plans, and the tables of ``notrack``.
+
+def preview(update: Update, settings: Settings) -> Preview:
+    """Return the rules of ``notrack``, and the operations on the maps as comments. Raises SyncFailed."""
+    with pinned_maps(settings) as maps:
+        actual: Contents = {} if maps is None else maps.contents(update.family)
+    held, wanted = actual.pop(names.NODE_ADDRESSES, {}), node_addresses(update.node)
+    difference = compare(actual, contents(update.plans.values()))
+    addresses = {key: value for key, value in wanted.items() if held.get(key) != value}
+    gone = {key: value for key, value in held.items() if key not in wanted}
+    lines = [
+        *_lines("delete", {**difference.withdrawn, names.NODE_ADDRESSES: gone}),
+        *_lines("update", {**difference.updates, names.NODE_ADDRESSES: addresses}),
+        *_lines("delete", difference.unused),
+    ]
+    rules = planned_commands(update.family, settings.notrack_mark)
+    return Preview(difference.operations + len(addresses) + len(gone), rules + "".join(lines))
+
+
+def _lines(command: str, contents: Mapping[str, Mapping[bytes, bytes]]) -> Iterator[str]:
+    for name, elements in contents.items():
+        for key, value in elements.items():
+            text = f"key hex {key.hex(' ')}" + (f" value hex {value.hex(' ')}" if command == "update" else "")
+            yield f"# bpftool map {command} name {names.OBJECT_PREFIX}{name} {text}\n"

@@ -1,0 +1,50 @@
+"""Serves the hook `kproxy_traffic`: the connections, packets, bytes and handshakes that programs count."""
+
+from typing import NamedTuple
+
+from kproxy_core.contract.values import Connections
+from kproxy_core.model.address import Family
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_ebpf import names
+from kproxy_ebpf.batch import frontend_family, parse_counts, parse_endpoint, parse_frontend, split_pair
+from kproxy_ebpf.kernel.port import pinned_maps
+from kproxy_ebpf.settings import Settings
+
+
+class _Element(NamedTuple):
+    """One element of the map."""
+
+    family: Family
+    value: bytes
+    meaning: Connections
+
+
+class Counted:
+    """The counts of programs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._read: dict[bytes, _Element] = {}
+        """The elements as they were read last, by key. `value` and `meaning` are of the family's reading."""
+
+    def read(self, family: Family) -> list[Connections]:
+        """Raises SyncFailed."""
+        before, now = self._read, {}
+        with pinned_maps(self._settings) as maps:
+            for key, value in () if maps is None else maps.elements(names.CONNECTIONS):
+                known = before.get(key) or _new(key)
+                if known.value != value and known.family is family:
+                    frontend, endpoint, *_ = known.meaning
+                    number, *parts = parse_counts(value)
+                    known = _Element(
+                        family, value, Connections(frontend, endpoint, number, names.MODE, *parts))
+                now[key] = known
+        self._read = now
+        return [known.meaning for known in now.values() if known.family is family]
+
+
+def _new(key: bytes) -> _Element:
+    name, endpoint = split_pair(key)
+    family = frontend_family(name)
+    frontend = Frontend(*parse_frontend(name))
+    return _Element(family, b"", Connections(frontend, parse_endpoint(endpoint, family), 0, names.MODE))

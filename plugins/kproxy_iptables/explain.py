@@ -1,0 +1,178 @@
+"""Serves the hook `kproxy_explain`: the rules that packets meet."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from kproxy_core.contract.values import KernelSide, Question
+from kproxy_core.model.address import Address, Protocol, format_address, is_loopback, parse_address
+from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
+from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
+from kproxy_iptables.wanted import make_style, wanted
+from kproxy_xtables import tables as over_netlink
+from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
+from kproxy_xtables.tables import Tables, Unusable
+from kproxy_xtables.walk import Flight, Ruleset, Walk
+
+_FEW = 12
+"""Packets for which single chains are read."""
+_MOST_READ = 60
+"""Chains that are read one by one: a call takes 4 ms, all of 10,000 Services take a second."""
+_RECENT = Path("/proc/thread-self/net/xt_recent")
+
+
+def explain(questions: Sequence[Question], tables: Tables | None) -> list[KernelSide]:
+    """Return the way of each packet in *tables*; None: as a sync would write them. Raises HostError."""
+    if tables is None:
+        return [_side(question, _Rules(_written(question))) for question in questions]
+    if len(questions) <= _FEW and _has_many_chains(tables):
+        ruleset: Ruleset = _OnDemand(tables, (key for question in questions for key in _written(question)))
+    else:
+        ruleset = _Rules(tables.chains(), for_many=True)
+    return [_side(question, ruleset) for question in questions]
+
+
+def _has_many_chains(tables: Tables) -> bool:
+    """Return whether single chains are read in less time than all. A legacy program reads a whole table."""
+    return tables.variant.nft and over_netlink.count_chains(tables.family, NAT) > _MOST_READ
+
+
+_DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp|sctp) .*--dport (\d+) -[jg] (\S+)")
+_OF_SERVICES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "REJECT", "DROP")
+
+
+def frontends(tables: Tables) -> list[Frontend]:
+    """Return the frontends that rules in the kernel match. Raises HostError."""
+    # A legacy program reads a table as a whole.
+    ruleset = _OnDemand(tables) if tables.variant.nft else Ruleset(tables.chains())
+    places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))
+    found: dict[Frontend, None] = {}
+    for rule in (rule for place in places for rule in ruleset.rules(*place)):
+        match = _DIALLED.match(rule)
+        if match and match[4].startswith(_OF_SERVICES):
+            address = parse_address(match[1]) if match[1] else None
+            if address is None or not is_loopback(address):
+                found[Frontend(address, Protocol[match[2].upper()], int(match[3]))] = None
+    return list(found)
+
+
+class _Rules(Ruleset):
+    """Chains, and the kernel's lists of recent clients."""
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        try:
+            lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
+        except OSError:
+            return False
+        # The kernel writes IPv6 addresses in full.
+        text = format_address(source) if len(source) == 4 else source.hex(":", 2)
+        return any(f"src={text} " in line for line in lines)
+
+
+class _OnDemand(_Rules):
+    """Chains that are read when a packet meets them; after many, all are read at once."""
+
+    def __init__(self, tables: Tables, ahead: Iterable[ChainKey] = ()) -> None:
+        """Read the chains *ahead*, and at the same time the longest one, which takes as long as 30 others."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        super().__init__({})
+        self._tables = tables
+        self._read: dict[ChainKey, Sequence[str]] = {}
+        self._all: RulesByChain | None = None
+        wanted = list(dict.fromkeys([(NAT, SERVICES), *ahead]))
+        if len(wanted) <= _MOST_READ:
+            with ThreadPoolExecutor(2) as pool:
+                self._read = dict(zip(wanted, pool.map(lambda key: self._one(*key), wanted), strict=True))
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        if self._all is None and len(self._read) >= _MOST_READ and (table, chain) not in self._read:
+            self._all = self._tables.chains()
+        if self._all is not None:
+            return self._all.get((table, chain), ())
+        if (table, chain) not in self._read:
+            self._read[table, chain] = self._one(table, chain)
+        return self._read[table, chain]
+
+    def _one(self, table: str, chain: str) -> Sequence[str]:
+        try:
+            return self._tables.rules(table, chain)
+        except Unusable as error:
+            if error.is_denied:
+                raise
+            return ()  # It does not exist.
+
+
+def _written(question: Question) -> dict[ChainKey, list[str]]:
+    """Return the rules that a sync would write for one plan, or none."""
+    node, plan = question.node, question.plan
+    found = defaultdict(list, jumps_by_chain(JUMPS))
+    if plan is not None:
+        own = wanted(plan, make_style(node, Facts(), len(plan.reachable)))
+        for chain, text in own.chains.items():
+            found[NAT, chain] = [line.removeprefix(f"-A {chain} ") for line in text.splitlines()]
+        for rule in own.rules:
+            found[rule.table, rule.chain].append(rule.spec)
+    for key, rules in constant_rules(node, Facts()).items():
+        found[key] += rules
+    return found
+
+
+def _side(question: Question, ruleset: Ruleset) -> KernelSide:
+    walk = Walk(ruleset, question.node, question.addresses)
+    fate = follow(question, walk)
+    return KernelSide(
+        tuple(walk.objects), None if walk.strange else fate, walk.remembered, _deviation(question))
+
+
+def follow(question: Question, walk: Walk) -> Fate:
+    """Return the fate of a packet that the nat table may translate."""
+    outgoing = question.packet.origin is Origin.NODE
+    choices: dict[object, Choice] = {}
+    ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Flight.of(question.packet))
+    for end in ends:
+        flight = end.flight
+        outcome, masqueraded = end.outcome, False
+        if outcome is None:
+            to_node = walk.is_local(flight.destination)
+            chains = _chains_after(outgoing, to_node, flight.translated)
+            outcome, masqueraded = walk.onward(chains, flight)
+        if outcome is not None:
+            return Fate(outcome, walk.reason)
+        if flight.translated:
+            where = flight.where
+            known = choices.get(where)
+            choices[where] = Choice(where, end.share + (known.share if known else 0.0), masqueraded)
+    if choices:
+        return Fate(Outcome.FORWARDED, walk.reason, tuple(choices.values()))
+    return Fate(Outcome.UNTOUCHED, "no rule applies")
+
+
+@cache
+def _chains_after(outgoing: bool, to_node: bool, translated: bool) -> tuple[ChainKey, ...]:
+    """Return the built-in chains that follow the nat table's first one."""
+    last = ["INPUT"] if to_node else [] if outgoing else ["FORWARD"]
+    hooks = ["OUTPUT", *last] if outgoing else last
+    leaves = outgoing or not to_node
+    return *((FILTER, hook) for hook in hooks), *[(NAT, "POSTROUTING")] * (translated and leaves)
+
+
+def _deviation(question: Question) -> str:
+    """Return the deviation by design for such a packet, which kube-proxy's mode shares."""
+    plan, frontend = question.plan, question.frontend
+    if plan is None and is_loopback(question.packet.destination):
+        return "node ports are served on loopback, too"
+    if plan is None or frontend is None:
+        return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"
+    kind = kind_of(frontend, plan)
+    if plan.has_endpoints or kind is Kind.CLUSTER_IP:
+        return ""
+    if question.packet.origin is Origin.NODE and kind is not Kind.NODE_PORT:
+        return "kube-proxy's iptables rules do not refuse the node's own packets to external frontends"
+    if kind is Kind.LOAD_BALANCER_IP and plan.source_ranges:
+        return "kube-proxy's iptables rules do not check source ranges without endpoints"
+    return ""

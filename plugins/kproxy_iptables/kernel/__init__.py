@@ -1,1 +1,0 @@
-"""Access to the kernel: tables through kproxy_xtables, accounting objects and sysctls. Decides nothing."""

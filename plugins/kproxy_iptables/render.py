@@ -1,0 +1,42 @@
+"""All rules of one family as input for iptables-restore, whole or as the difference to the kernel's."""
+
+import sys
+
+from kproxy_core.contract.values import Preview, Update
+from kproxy_iptables import batch, kernel
+from kproxy_iptables.applied import Comparison, Observed
+from kproxy_iptables.kernel import read_facts, read_packets
+from kproxy_iptables.names import COUNTERS
+from kproxy_iptables.skeleton import Facts, serves_loopback
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
+
+# Serves the hook `kproxy_render`: all rules of one family as input for iptables-restore.
+
+
+def render_text(update: Update, *, localhost_node_ports: bool) -> str:
+    """Return the rules of a resync in an empty kernel without accounting objects."""
+    localhost = serves_loopback(update.node, enabled=localhost_node_ports)
+    facts = Facts(localhost_node_ports=localhost)
+    return comparison_text(Comparison(Observed(), update.plans, update.node, facts))
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the input for iptables-restore that removes the differences, without stale chains."""
+    return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
+
+
+# Serves the hook `kproxy_preview`: the difference between the tables and the plans, for iptables-restore.
+
+def preview(update: Update, *, localhost_node_ports: bool) -> Preview:
+    """Return what a resync would write, without the counters that it would create.
+
+    Raises HostError, or NoVariant without iptables.
+    """
+    localhost = serves_loopback(update.node, enabled=localhost_node_ports)
+    counters = frozenset(name for name in COUNTERS if read_packets(name) is not None)
+    facts = read_facts(counters, localhost_node_ports=localhost)
+    observed = kernel.read(Tables(update.family, find_variant()))
+    comparison = Comparison(observed, update.plans, update.node, facts)
+    text = comparison_text(comparison) + "".join(batch.deletions(comparison.stale, sys.maxsize))
+    return Preview(comparison.operations, text)

@@ -1,1 +1,0 @@
-"""Operations encoded for the kernel: netlink messages and iptables-restore text. Pure."""

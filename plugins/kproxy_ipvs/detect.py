@@ -1,0 +1,150 @@
+"""Requirements of the mode, tried with its programs and messages; and the mode's deviations."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+
+from kproxy_core.contract.caveats import of_node_ports, sorted_plans
+from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
+from kproxy_core.linux import programs
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.modules import Modules, kernel_version
+from kproxy_core.linux.trial import Attempts, problem_of, sysctl_finding
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ipvs import names
+from kproxy_ipvs.kernel import device, sets
+from kproxy_ipvs.kernel.servers import try_server
+from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.wanted import schedulers
+from kproxy_xtables import requirements
+from kproxy_xtables.requirements import Feature
+from kproxy_xtables.tables import Tables
+
+# The requirements of the mode, tried with the programs and messages that the mode uses.
+
+_MODE = "ipvs"
+_OLDEST_IPSET = (6, 0)
+_VERSION = re.compile(r"v(\d+)\.(\d+)")
+_CONNTRACK_IN_ONE = (4, 19)
+"""The first Linux with one module for both families."""
+
+_SET_MODULES = {
+    "hash:ip": "ip_set_hash_ip", "hash:ip,port": "ip_set_hash_ipport",
+    "hash:ip,port,ip": "ip_set_hash_ipportip", "hash:ip,port,net": "ip_set_hash_ipportnet",
+    "bitmap:port": "ip_set_bitmap_port",
+}  # fmt: skip
+
+
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Check privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
+
+    Without a *trial* namespace, most findings are concluded from kernel modules. Raises InvalidOption.
+    """
+    scheduler = read_settings(settings).scheduler
+    modules = Modules(requirements.KERNEL_OPTIONS)
+    installed, variant = requirements.check_programs(modules, load_modules=load_modules)
+    found = [
+        requirements.check_privileges(variant),
+        _ipset(modules, load_modules=load_modules),
+        installed,
+        sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
+    ]
+    has_programs = all(finding.met for finding in found[1:3])
+    why_not = "only looked at" if trial is None else trial.enter()
+    attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
+    found += _kernel(attempts, scheduler, settings.families)
+    if has_programs and variant is not None:
+        for family in settings.families:
+            found += _rules(Tables(family, variant), attempts)
+    return Detection(_MODE, tuple(found))
+
+
+def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Requirement]:
+    conntrack = "nf_conntrack" if kernel_version() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
+    for family, name in product(families, schedulers(scheduler)):
+        yield attempts.attempt(
+            f"{family.label}: virtual server with scheduler {name}",
+            ("ip_vs", f"ip_vs_{name}", conntrack),
+            partial(problem_of, partial(try_server, name, family)))  # fmt: skip
+    yield attempts.attempt("dummy interface", ("dummy",), partial(problem_of, device.ensure))
+    for family in families:
+        for kind in {kind.type: kind for kind in names.SETS}.values():
+            yield attempts.attempt(
+                f"{family.label}: set of type {kind.type}", (_SET_MODULES[kind.type],),
+                partial(problem_of, partial(sets.create, family, [kind])),
+                rests_on=("nfnetlink", "ip_set"))  # fmt: skip
+
+
+def _rules(tables: Tables, attempts: Attempts) -> Iterator[Requirement]:
+    set_name = names.IPVS_IPS.full_name(tables.family)
+    features = (
+        Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {set_name} dst -j RETURN"),
+        requirements.COMMENTS, requirements.CONNTRACK, requirements.ADDRTYPE, requirements.MARKS,
+        requirements.MASQUERADE, requirements.REJECT,
+    )  # fmt: skip
+    return requirements.try_rules(tables, attempts, features, ("filter", "mangle"))
+
+
+def _ipset(modules: Modules, *, load_modules: bool) -> Requirement:
+    oldest = ".".join(map(str, _OLDEST_IPSET))
+    what, remedy = f"ipset {oldest} or newer", f"install ipset {oldest} or newer"
+    if not programs.find("ipset"):
+        return Requirement(what, False, "not installed", remedy)
+    if not load_modules and modules.not_loaded(["nfnetlink", "ip_set"]):
+        return Requirement(what, True, "installed; not run, that would load ip_set", guessed=True)
+    try:
+        said = programs.run("ipset", "--version").stdout
+    except HostError as error:
+        return Requirement(what, False, str(error), remedy)
+    found = _VERSION.search(said)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_IPSET:
+        return Requirement(what, False, said.strip() or "version unknown", remedy)
+    return Requirement(what, True, f"ipset {found[1]}.{found[2]}")
+
+
+# Deviations of this mode from the Service API and from other modes. Pure.
+
+TIME_WAIT = 120
+"""Seconds that IPVS keeps a TCP connection in this state, net/netfilter/ipvs/ip_vs_proto_tcp.c."""
+
+
+def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
+    """Return the caveats of *update*: node ports at interface addresses only, affinity by persistence."""
+    plans = sorted_plans(update)
+    return (
+        *of_node_ports(update, loopback=False, any_local_address=False),
+        *_of_all(plans, scheduler),
+        *(caveat for plan in plans for caveat in _of_service_port(plan)),
+    )
+
+
+def _of_all(plans: Sequence[ServicePlan], scheduler: str) -> Iterator[Caveat]:
+    if not plans:
+        return
+    # Other modes choose endpoints in turn or at random, which rr matches.
+    yield Caveat(f"connections are scheduled by {scheduler}", lost=False, only_here=scheduler != "rr")
+    if any(plan.cluster_ip is not None or plan.external_addresses for plan in plans):
+        yield Caveat(
+            "ClusterIPs and external addresses are addresses of this node and answer pings", lost=False)
+
+
+def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
+    if plan.key.protocol is Protocol.SCTP:
+        yield Caveat("SCTP is served if the IPVS of this kernel has it", plan.key, lost=False)
+    if not plan.affinity_seconds:
+        return
+    if len(tuple(plan.frontends())) > 1:
+        yield Caveat("session affinity is kept for each frontend by itself", plan.key)
+    if plan.external_policy_local and (plan.external_addresses or plan.node_port):
+        yield Caveat(
+            "session affinity of this node and its pods at external frontends ends when endpoints change",
+            plan.key,
+        )
+    if plan.key.protocol is Protocol.TCP and plan.affinity_seconds < TIME_WAIT:
+        yield Caveat(
+            f"session affinity outlasts its {plan.affinity_seconds} s while connections of the client are"
+            " in TIME_WAIT",
+            plan.key, lost=False,
+        )  # fmt: skip

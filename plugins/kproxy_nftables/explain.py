@@ -1,0 +1,201 @@
+"""Serves the hook `kproxy_explain`: the rules and elements that packets meet, kube-proxy's table included."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from kproxy_core.contract.errors import BackendError
+from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.libnftables import Crashed, list_table
+from kproxy_core.linux.nft_rules import Rule, rule_text
+from kproxy_core.linux.nft_tables import Chain, HeldTable
+from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_nftables import skeleton
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template
+from kproxy_nftables.skeleton import Extras, all_owned
+from kproxy_nftables.walk import Table, walk
+from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
+
+# kube-proxy's table as nft prints it. Pure. Source: docs/behaviour/nftables.md.
+
+KUBE_PROXY_TABLE = "kube-proxy"
+
+KUBE_PROXY_VIPS = ("service-ips", "no-endpoint-services")
+KUBE_PROXY_NODE_PORTS = ("service-nodeports", "no-endpoint-nodeports")
+_CONTAINER = re.compile(r"^\t(?:set|map) (\S+) \{.*?$(.*?)^\t\}$", re.DOTALL | re.MULTILINE)
+_ELEMENTS = re.compile(r"elements = \{(.*)\}", re.DOTALL)
+_ASIDE = re.compile(r' (?:comment "[^"]*"|(?:timeout|expires) \S+|counter packets \d+ bytes \d+)')
+
+
+class KubeProxyTable(Table):
+    """The table of one IP family. It has no set of the ClusterIPs' networks: the rules name them."""
+
+    def __init__(self, rules: Mapping[str, Sequence[str]], text: str) -> None:
+        """*rules* are those of each chain in *text*."""
+        super().__init__(rules)
+        self._elements = {name: dict(_elements(body)) for name, body in _CONTAINER.findall(text)}
+
+    def find(self, container: str, key: bytes) -> Value:
+        return self._elements[container][key]
+
+    def keys(self, containers: Sequence[str]) -> Iterator[bytes]:
+        """Yield the keys of those *containers* that exist."""
+        return chain.from_iterable(self._elements.get(name, ()) for name in containers)
+
+
+def _elements(body: str) -> Iterator[tuple[bytes, Value]]:
+    """Yield the keys and values of a set or a map, from the lines that describe it."""
+    found = _ELEMENTS.search(body)
+    for element in _ASIDE.sub("", found[1]).split(",") if found else ():
+        key, _, value = element.strip().partition(" : ")
+        if key:
+            yield _key(key.split(" . ")), value or None
+
+
+def _key(parts: Sequence[str]) -> bytes:
+    """Return the key that nft prints in *parts*: addresses, then perhaps a protocol and a port."""
+    if parts[-1].isdecimal():
+        *addresses, protocol, port = parts
+        return b"".join(map(parse_address, addresses)) + port_key(Protocol[protocol.upper()], int(port))
+    return b"".join(map(parse_address, parts))
+
+
+# Serves the hook `kproxy_explain`: the rules and elements that packets meet.
+
+_UNREAD = "a rule that kproxy does not write"
+_FEW = 1000
+"""Questions for which single elements are read; 1,000 take as long as all elements of 10,000 Services."""
+
+
+def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
+    """Return the way of each packet. Raises BackendError or HostError."""
+    if not live:
+        return [walk(q.packet, q.node, _Written(q.node, q.plan), q.addresses) for q in questions]
+    family = questions[0].node.family
+    with Kernel() as kernel:
+        try:
+            table = _kube_proxys(kernel, family) or _InKernel(kernel, questions)
+        except Crashed as error:
+            unread = KernelObject(f"table {family.ip} {KUBE_PROXY_TABLE}", str(error))
+            return [KernelSide((unread,)) for _ in questions]
+        return [walk(q.packet, q.node, table, q.addresses) for q in questions]
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the frontends in the maps of the kernel. Raises BackendError or HostError."""
+    with Kernel() as kernel:
+        if (table := _kube_proxys(kernel, family)) is not None:
+            vips, node_ports = table.keys(KUBE_PROXY_VIPS), table.keys(KUBE_PROXY_NODE_PORTS)
+        else:
+            vips, node_ports = (iter(kernel.elements(family, name)) for name in (VIPS, NODE_PORTS))
+        found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:])) for key in vips]
+        return found + [Frontend(None, *parse_port_key(key)) for key in node_ports]
+
+
+def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
+    """Return kube-proxy's table if it alone exists. Raises BackendError or HostError."""
+    if kernel.has_table(family, TABLE) or not kernel.has_table(family, KUBE_PROXY_TABLE):
+        return None
+    text = list_table(family.ip, KUBE_PROXY_TABLE, ["handle_output"])
+    return KubeProxyTable(listed_rules(text.splitlines()), text)
+
+
+class _InKernel(Table):
+    """The kernel's table. The rules are read once, elements when they are needed."""
+
+    def __init__(self, kernel: Kernel, questions: Sequence[Question]) -> None:
+        """Raises BackendError."""
+        family = questions[0].node.family
+        self._kernel = kernel
+        self._family = family
+        self._whole = len(questions) > _FEW
+        """Read all elements of a container with the first."""
+        self._elements: dict[str, dict[bytes, Value]] = {}
+        held = kernel.held(family, ())
+        if held is None:
+            raise BackendError(f"neither table {family.ip} {TABLE} nor {family.ip} {KUBE_PROXY_TABLE} exists")
+        super().__init__(_texts(held, questions))
+
+    def find(self, container: str, key: bytes) -> Value:
+        if not self._whole or container == SERVICE_CIDRS:
+            return self._kernel.element(self._family, container, key)
+        if container not in self._elements:
+            self._elements[container] = self._kernel.elements(self._family, container)
+        return self._elements[container][key]
+
+
+class _Written(Table):
+    """The table that a sync would write for one plan, or none."""
+
+    def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
+        self._service_cidrs = node.service_cidrs
+        plans = [plan] if plan else []
+        layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans))
+        super().__init__({
+            chain.name: [rule_text(rule) for rule in chain.rules]
+            for chain in layout.values() if isinstance(chain, Chain)
+        })  # fmt: skip
+        wanted = node_elements(node)
+        for one in plans:
+            wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
+        self._elements = {(container, key): value for container, key, value in wanted}
+
+    def find(self, container: str, key: bytes) -> Value:
+        if container == SERVICE_CIDRS and any(Address(key) in cidr for cidr in self._service_cidrs):
+            return None
+        return self._elements[container, key]
+
+
+def _texts(held: HeldTable, questions: Sequence[Question]) -> dict[str, list[str]]:
+    """Return the rules of each chain in *held* as nft writes them, with handles.
+
+    Rules that a sync would not write for *questions* are listed by libnftables, if it can read our table.
+    """
+    templates = {template for name in held.chains if (template := parse_template(name)) is not None}
+    owned = all_owned(question.plan for question in questions if question.plan is not None)
+    node = questions[0].node
+    known: dict[str, list[Rule]] = defaultdict(list)
+    for counted in (False, True):
+        for item in skeleton.layout(node, templates, owned, Extras(counted)).values():
+            if isinstance(item, Chain):
+                known[item.name] += item.rules
+    foreign: dict[int, str] | None = None
+    found: dict[str, list[str]] = {}
+    for name, rules in held.rules.items():
+        found[name] = texts = []
+        for rule in rules:
+            text = next((rule_text(one) for one in known[name] if rule.equals(one)), _UNREAD)
+            shown = f"{text} # handle {rule.handle}"
+            if text is _UNREAD:
+                foreign = _listed(node.family) if foreign is None else foreign
+                shown = foreign.get(rule.handle, shown)
+            texts.append(shown)
+    return found
+
+
+def _listed(family: Family) -> dict[int, str]:
+    """Return the rules of our table by handle, as libnftables lists them; none if it cannot."""
+    try:
+        text = list_table(family.ip, TABLE, ["handle_output", "terse_output"])
+    except HostError:
+        return {}
+    rules = chain.from_iterable(listed_rules(text.splitlines()).values())
+    return {int(number): rule for rule in rules if (number := rule.rpartition("# handle ")[2]).isdecimal()}
+
+
+def listed_rules(lines: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    rules: list[str] | None = None
+    for line in map(str.strip, lines):
+        if line.startswith("chain "):
+            rules = found[line.split()[1]] = []
+        elif line == "}":
+            rules = None
+        elif rules is not None and line and not line.startswith("type "):
+            rules.append(line)
+    return found

@@ -1,0 +1,101 @@
+"""The table of one IP family as nft text, whole or as the difference to the kernel's."""
+
+import sys
+from collections.abc import Iterable
+
+from kproxy_core.contract.values import Preview, Update
+from kproxy_core.linux.nft_tables import (
+    Replacement,
+    commands_text,
+    constants,
+    count_changes,
+    difference,
+    is_quotable,
+    replacement,
+    unwanted,
+)
+from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_nftables import names, skeleton
+from kproxy_nftables.applied import Contents, compare_all
+from kproxy_nftables.detect import can_own
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import TABLE
+from kproxy_nftables.skeleton import NO_EXTRAS, Extras, all_owned
+from kproxy_nftables.wanted import Element, node_elements
+
+# The whole table of one IP family as nft text, for people and for `nft -f`.
+
+_ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
+_ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
+_PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
+
+
+def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
+    """Return the commands that bring an empty kernel to *update*."""
+    node, plans = update.node, update.plans.values()
+    layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans), extras)
+    rules = commands_text(difference(skeleton.table(update.family), layout, None))
+    empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
+    _, _, adds = compare_all(update.plans, node_elements(node), empty)
+    return rules + elements_text(update.family, adds)
+
+
+def elements_text(family: Family, wanted: Iterable[Element], command: str = "add") -> str:
+    """Return the commands that add *wanted* elements, or with *command* ``delete`` delete them."""
+    by_container: dict[str, list[str]] = {}
+    for container, key, value in wanted:
+        by_container.setdefault(container, []).append(_element_text(family, container, key, value))
+    return "".join(
+        f"{command} element {family.ip} {TABLE} {container} {{\n    "
+        + ",\n    ".join(sorted(lines))
+        + "\n}\n"
+        for container, lines in by_container.items()
+    )
+
+
+def _element_text(family: Family, container: str, key: bytes, value: bytes | str | None) -> str:
+    size = family.size
+    if container in _ADDRESS_SETS:
+        parts = [format_address(Address(key[at : at + size])) for at in range(0, len(key), size)]
+    else:
+        parts = []
+        if "nodeport" not in container:
+            parts.append(format_address(Address(key[:size])))
+            key = key[size:]
+        if container in _ENDPOINT_MAPS:
+            parts += [str(int.from_bytes(key[:2], "big")), str(int.from_bytes(key[4:8], sys.byteorder))]
+        else:
+            parts += [_PROTOCOLS[key[0]], str(int.from_bytes(key[4:6], "big"))]
+    text = " . ".join(parts)
+    if isinstance(value, bytes):
+        address = format_address(Address(value[:size]))
+        return f"{text} : {address} . {int.from_bytes(value[size : size + 2], 'big')}"
+    return f"{text} : {value}" if value else text
+
+
+# Serves the hook `kproxy_preview`: the difference between the table and the plans, as nft commands.
+
+def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
+    """Return the operations of a resync; *may_own*: see `BackendSettings.own_tables`. Raises BackendError."""
+    family, node, plans = update.family, update.node, update.plans
+    templates, owned = skeleton.templates_of(plans.values()), all_owned(plans.values())
+    with Kernel() as kernel:
+        table = skeleton.table(family, owned=may_own and can_own(kernel))
+        layout = skeleton.layout(node, templates, owned, extras.limited_to(kernel.devices()))
+        held = kernel.held(family, constants(layout))
+        try:
+            commands = difference(table, layout, held)
+            others = unwanted(held, layout) if held else []
+        except Replacement:
+            commands, others = replacement(table, layout), []
+            held = None
+        actual: Contents = {
+            container: kernel.elements(family, container) if held else {}
+            for container in names.ELEMENT_CONTAINERS
+        }
+    _, deletes, adds = compare_all(plans, node_elements(node), actual)
+    keys = [(container, key, None) for container, key, _ in deletes]
+    elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
+    operations = count_changes(table, commands) + len(deletes) + len(adds)
+    last = table.remove(item for item in others if is_quotable(item.name))
+    return Preview(operations, commands_text(commands) + elements + commands_text(last))

@@ -1,0 +1,166 @@
+"""Serves the hook `kproxy_explain`: the portals that packets meet, and the relays behind them."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
+from kproxy_core.model.service import Destination
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.applied import LocalPort, Relay
+from kproxy_userspace.batch import iptables_rules, nft_element_text
+from kproxy_userspace.kernel.portals import NftPortals, bridged_sources, find_tables, may_have_portals
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
+from kproxy_userspace.settings import Settings
+from kproxy_userspace.skeleton import JUMPS
+from kproxy_userspace.wanted import Redirect, Wanted, wanted
+from kproxy_xtables.rules import ChainKey, jumps_by_chain
+from kproxy_xtables.walk import Flight, Ruleset, Walk
+
+Relays = Mapping[LocalPort, Relay]
+"""The relays of this process by their ports of the node."""
+Recall = Callable[[str], Mapping[int, Endpoint]]
+"""Returns the endpoints that affinity gives a client, by the number of the relay."""
+
+_DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
+
+_RELAYED = "relays make connections of their own: endpoints see an address of the node, and use all endpoints"
+_NOT_RELAYED = "this mode leaves such packets to the node"
+
+
+def explain(
+    questions: Sequence[Question], settings: Settings, relays: Relays, recall: Recall, *, live: bool
+) -> list[KernelSide]:
+    """Return the way of each packet. *recall* asks the relays that run. Raises HostError.
+
+    Unless *live*, no sender is behind a bridge.
+    """
+    if not live:
+        return [_as_written(question, settings) for question in questions]
+    family = questions[0].node.family
+    portals = _Portals(family)
+    if portals.rules:
+        portals.bridged = bridged_sources((question.packet.source for question in questions), family)
+    recall = cache(recall)
+    return [_as_is(question, settings, portals, relays, recall) for question in questions]
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the frontends of the portals in the kernel. Raises HostError."""
+    portals = _Portals(family)
+    rules = [rule for (_, chain), rules in portals.rules.items() if chain in PORTAL_CHAINS for rule in rules]
+    found = [match.groups() for rule in rules if (match := _DIALLED.match(rule))]
+    return list(dict.fromkeys([
+        *(Frontend(parse_address(address) if address else None, Protocol[protocol.upper()], int(port))
+          for address, protocol, port in found),
+        *portals.redirects,
+    ]))  # fmt: skip
+
+
+def _as_is(
+    question: Question, settings: Settings, portals: "_Portals", relays: Relays, recall: Recall
+) -> KernelSide:
+    packet = question.packet
+    if settings.listen is not None:
+        port = packet.port if packet.destination == settings.listen else 0
+        objects: list[KernelObject] = []
+    else:
+        port, objects = portals.follow(question)
+    relay = relays.get(LocalPort(packet.protocol, port))
+    if port and relay is None:
+        objects.append(KernelObject("relay", f"port {port}: this process has none"))
+        return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
+    side = _side(None if relay is None else relay.wanted, port, objects)
+    is_meant = _ends(side) == _ends(_as_written(question, settings, portals.bridged))
+    remembered = None
+    if relay is not None and relay.wanted.affinity_seconds:
+        remembered = recall(format_address(packet.source)).get(relay.number)
+    where = Destination(parse_address(remembered[0]), remembered[1]) if remembered else None
+    return KernelSide(side.objects, side.fate, where, side.deviation if is_meant else "")
+
+
+def _as_written(
+    question: Question, settings: Settings, bridged: frozenset[Address] = frozenset()
+) -> KernelSide:
+    packet, node, plan = question.packet, question.node, question.plan
+    counted = settings.counts_connections
+    relays = {} if plan is None else wanted(plan, node, settings.listen, counted=counted)
+    for name, relay in relays.items():
+        if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
+            return _side(relay, 0, [])
+    rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)))
+    written = Walk(rules, node, question.addresses, bridged=bridged)
+    (end,) = written.through("nat", _hook(packet), Flight.of(packet))
+    relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
+    return _side(relay_of_packet, 0, list(written.objects))
+
+
+def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> KernelSide:
+    """Return the answer for a packet that meets *objects*, then *relay*; *port* 0: not known."""
+    if relay is None:
+        fate = Fate(Outcome.UNTOUCHED, "no portal applies")
+        return KernelSide(tuple(objects), fate, deviation=_NOT_RELAYED)
+    endpoints = [Destination(parse_address(address), port) for address, port in relay.endpoints]
+    where = f"port {port}" if port else "a free port"
+    texts = ", ".join(format_socket(*endpoint) for endpoint in endpoints) or "no endpoint: it refuses clients"
+    shown = (*objects, KernelObject("relay", f"{where}: {texts}"))
+    if not endpoints:
+        return KernelSide(shown, Fate(Outcome.REFUSED, "the relay has no endpoint"), deviation=_RELAYED)
+    choices = tuple(Choice(where, 1 / len(endpoints), masqueraded=True) for where in endpoints)
+    return KernelSide(shown, Fate(Outcome.FORWARDED, "relayed", choices), deviation=_RELAYED)
+
+
+class _Portals:
+    """The portals of one family in the kernel: iptables rules, or the elements of nftables maps."""
+
+    def __init__(self, family: Family) -> None:
+        """Raises HostError."""
+        self.rules: dict[ChainKey, list[str]] = {}
+        self.bridged: frozenset[Address] = frozenset()
+        """Senders whose packets are on a bridge's port when they meet *rules*."""
+        self.redirects: dict[Frontend, list[Redirect]] = {}
+        tables = find_tables(family)
+        if tables is not None and may_have_portals(tables):
+            self.rules = tables.chains("nat")
+            return
+        for redirect in NftPortals(family, None).held():
+            self.redirects.setdefault(redirect.portal.frontend, []).append(redirect)
+
+    def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
+        """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
+        packet = question.packet
+        if self.rules:
+            walk = Walk(Ruleset(self.rules), question.node, question.addresses, bridged=self.bridged)
+            (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
+            return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
+        address, protocol, port = packet.destination, packet.protocol, packet.port
+        dialled = self.redirects.get(Frontend(address, protocol, port), [])
+        if is_own(address, question.node, question.addresses):
+            dialled = [*dialled, *self.redirects.get(Frontend(None, protocol, port), [])]
+        for redirect in dialled:
+            source = redirect.portal.source
+            if source is None or packet.source in source:
+                text = nft_element_text(redirect, question.node.family)
+                return redirect.port, [KernelObject(f"table {TABLE}", text)]
+        return 0, []
+
+
+def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:
+    """Return the rules that lead to *relays*, whose ports are not known."""
+    found = jumps_by_chain(JUMPS)
+    for relay in relays:
+        for portal in relay.portals:
+            for table, rule in iptables_rules(Redirect(portal, 0, at)):
+                chain, _, text = rule.partition(" ")
+                found.setdefault((table, chain), []).append(text)
+    return found
+
+
+def _hook(packet: Packet) -> str:
+    return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
+
+
+def _ends(side: KernelSide) -> tuple[Outcome, set[Choice]] | None:
+    return None if side.fate is None else (side.fate.outcome, set(side.fate.choices))
