@@ -143,8 +143,6 @@ def make_recorder(
     return recorder
 
 
-# The running proxy, assembled from its parts.
-
 def make_source(config: Config, node_name: str, access: "CurrentAccess", observe: "Observe") -> Source:
     """Return the source of objects: the API server of *access*, unless *config* names a directory.
 
@@ -386,7 +384,8 @@ class _Proxy:
             from kproxy_core.observe.pages import page_handlers
 
             overview = self._overview()
-            pages = page_handlers(overview.status, overview.services, partial(explain_or_problem, self._inspection))
+            pages = page_handlers(
+                overview.status, overview.services, partial(explain_or_problem, self._inspection))
             self._told.debug = Debug(logs.set_verbosity).handlers | pages
         self._listen_at("the metrics server", "FailedToStartMetricServer",
                         self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))

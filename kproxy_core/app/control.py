@@ -22,7 +22,7 @@ from kproxy_core.contract.errors import BackendError
 from kproxy_core.linux import process
 from kproxy_core.linux.files import FileWatch
 from kproxy_core.modes.settings import Configuration
-from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
+from kproxy_core.modes.switch import ModeSwitch, ReportProgress, SwitchFailed
 from kproxy_core.observe.events import EventRecorder
 from kproxy_core.observe.logs import printable
 
@@ -120,7 +120,6 @@ _TIMEOUT = 5.0
 _MAX_CLIENTS = 16
 """Clients that are served at the same time."""
 
-ReportProgress = Callable[[str], None]
 Handler = Callable[[Mapping[str, Any], ReportProgress], Mapping[str, Any]]
 """Handles a request. Calls its second argument with lines of progress, and returns the fields of the final
 answer. Raises RequestRefused."""

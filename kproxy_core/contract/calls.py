@@ -301,8 +301,8 @@ class BackendInstance:
     """
 
     def __init__(
-        self, mode: str, settings: values.BackendSettings, backends: tuple[object, ...], manager: PluginManager,
-        calls: HookCalls,
+        self, mode: str, settings: values.BackendSettings, backends: tuple[object, ...],
+        manager: PluginManager, calls: HookCalls,
     ) -> None:
         """*backends*: the base's first, where the mode has one. No others are registered in *manager*."""
         self.mode = mode
@@ -336,7 +336,9 @@ class BackendInstance:
     def preview(self, update: values.Update) -> values.Preview | None:
         return cast(values.Preview | None, self._call("kproxy_preview", {"update": update}))
 
-    def explain(self, questions: Sequence[values.Question], *, live: bool) -> Sequence[values.KernelSide] | None:
+    def explain(
+        self, questions: Sequence[values.Question], *, live: bool
+    ) -> Sequence[values.KernelSide] | None:
         def problem_of(sides: Sequence[values.KernelSide] | None) -> str:
             if sides is None or len(sides) == len(questions):
                 return ""

@@ -251,7 +251,9 @@ class Registry:
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
 
-    def caveats(self, mode: str, update: values.Update, settings: values.BackendSettings) -> tuple[values.Caveat, ...]:
+    def caveats(
+        self, mode: str, update: values.Update, settings: values.BackendSettings
+    ) -> tuple[values.Caveat, ...]:
         """Return the caveats that *mode* has for *update*.
 
         Raises UnknownMode, PluginRefused or PluginFailed.

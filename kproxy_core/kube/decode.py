@@ -6,7 +6,7 @@ decoded one by one, so that a bad one is refused with its name and field while t
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field
@@ -26,9 +26,6 @@ from kproxy_core.kube.reading import (
 )
 from kproxy_core.model import events
 from kproxy_core.model.service import ServiceName, SliceName
-
-if TYPE_CHECKING:
-    from kproxy_core.kube.protobuf import ProtobufDecoder
 
 
 class HasMetadata(Protocol):
@@ -161,13 +158,6 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     @cached_property
     def _decode_line(self) -> Callable[[bytes], _Line[W]]:
         return msgspec.json.Decoder(_Line[self.struct]).decode  # type: ignore[name-defined]
-
-    @cached_property
-    def protobuf(self) -> "ProtobufDecoder[W, V]":
-        """The decoder of this kind's protobuf. Imported when it is first needed: it takes time and memory."""
-        from kproxy_core.kube.protobuf import ProtobufDecoder
-
-        return ProtobufDecoder(self)
 
     def gone(self, name: Name) -> events.Event:
         """Return the event for the object *name* that was deleted or can no longer be used."""

@@ -503,7 +503,11 @@ class Reflector:
             self._deliver(events)
 
     def _decoder(self, is_protobuf: bool) -> Decoder[Any]:
-        return self._resource.protobuf if is_protobuf else self._resource
+        if not is_protobuf:
+            return self._resource
+        from kproxy_core.kube.protobuf import ProtobufDecoder  # takes time and memory
+
+        return ProtobufDecoder(self._resource)
 
     def _take_event(self, decoder: Decoder[Any], data: bytes, events: list[Event]) -> None:
         """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal, TooMuch."""

@@ -71,7 +71,8 @@ def ask(question: Callable[[Namespace], T], timeout: float = TIMEOUT) -> T:
     except EOFError:
         child.join()
         code = child.exitcode or 0
-        raise TrialUnanswered(f"ended by signal {-code}" if code < 0 else f"ended with status {code}") from None
+        how = f"by signal {-code}" if code < 0 else f"with status {code}"
+        raise TrialUnanswered(f"ended {how}") from None
     finally:
         child.kill()
         child.join()

@@ -14,7 +14,6 @@ from functools import partial
 
 from msgspec import Struct
 
-from kproxy_core.app.control import ReportProgress
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, SyncFailed, Unsupported
 from kproxy_core.contract.registry import Registry
@@ -32,6 +31,8 @@ from kproxy_core.sync.pacing import Pacing
 # The start of a backend: it is made and checked before anything depends on it.
 
 log = logging.getLogger("kproxy.run")
+
+ReportProgress = Callable[[str], None]
 
 
 def start_backend(

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from kproxy_core.kube.decode import Resource
+from kproxy_core.kube.protobuf import ProtobufDecoder
 from kproxy_core.kube.reading import Reading
 from kproxy_core.testing.apiserver import protobuf
 
@@ -18,7 +19,7 @@ def read_alike(resource: Resource[Any, Any], obj: Json) -> Reading[Any]:
         item = protobuf.encode_item(resource.kind, _without_nulls(obj))
     except (AttributeError, TypeError, ValueError):
         return reading
-    found, = resource.protobuf.page(protobuf.encode_list(resource.kind, {}, [item])).readings
+    found, = ProtobufDecoder(resource).page(protobuf.encode_list(resource.kind, {}, [item])).readings
     assert (found.name, found.value) == (reading.name, reading.value)
     # An absent number is 0 in protobuf: the words differ, the field does not.
     assert [bad.field for bad in found.bad] == [bad.field for bad in reading.bad]

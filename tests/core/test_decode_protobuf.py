@@ -18,7 +18,7 @@ from kproxy_core.kube.decode import (
     Status,
     StatusDetails,
 )
-from kproxy_core.kube.protobuf import read_status
+from kproxy_core.kube.protobuf import ProtobufDecoder, read_status
 from kproxy_core.kube.requests import refusal
 from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header
 from kproxy_core.model.events import ServiceSet
@@ -31,6 +31,8 @@ from kproxy_core.testing.apiserver.protobuf import (
     envelope,
     frame,
 )
+
+DECODER = ProtobufDecoder(SERVICES)
 
 Json = dict[str, Any]
 RESOURCES: list[Resource[Any, Any]] = [SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS]
@@ -51,21 +53,21 @@ def body(event: bytes) -> bytes:
 
 def test_a_page_of_a_list() -> None:
     items = [encode_item("Service", web(name)) for name in "ab"]
-    page = SERVICES.protobuf.page(encode_list("Service", {"resourceVersion": "42", "continue": "abc"}, items))
+    page = DECODER.page(encode_list("Service", {"resourceVersion": "42", "continue": "abc"}, items))
     assert (page.resource_version, page.next_page) == ("42", "abc")
     assert [reading.name for reading in page.readings] == [("default", "a"), ("default", "b")]
     assert all(isinstance(reading.value, ServiceSet) for reading in page.readings)
 
 
 def test_an_empty_page() -> None:
-    assert SERVICES.protobuf.page(encode_list("Service", {}, [])) == ("", "", [])
+    assert DECODER.page(encode_list("Service", {}, [])) == ("", "", [])
 
 
 def test_one_bad_object_does_not_affect_its_page() -> None:
     good, bad = encode_item("Service", web("a")), encode_item("Service", {"metadata": {"name": "b"}}) + CUT
     latin = encode_item("Service", web("c")) + b"\x12\x03\x1a\x01\xff"
     huge = encode_item("Service", web("d")) + b"\x7a\x81\x80\xc0\x01" + bytes((3 << 20) + 1)
-    page = SERVICES.protobuf.page(encode_list("Service", {}, [good, bad, b"\xff", latin, huge, good]))
+    page = DECODER.page(encode_list("Service", {}, [good, bad, b"\xff", latin, huge, good]))
     assert [reading.value is not None for reading in page.readings] == [True, *[False] * 4, True]
     assert [str(bad) for reading in page.readings for bad in reading.bad] == [
         "Service : is not a valid protobuf message",
@@ -83,12 +85,12 @@ def test_one_bad_object_does_not_affect_its_page() -> None:
         "cut envelope", "compressed"])
 def test_data_that_is_no_page_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
-        SERVICES.protobuf.page(data)
+        DECODER.page(data)
 
 
 @pytest.mark.parametrize("kind", ["ADDED", "MODIFIED", "DELETED"])
 def test_an_object_in_a_watch(kind: str) -> None:
-    event = SERVICES.protobuf.watch_event(body(encode_event(kind, encode_object("Service", web()))))
+    event = DECODER.watch_event(body(encode_event(kind, encode_object("Service", web()))))
     assert (event.type, event.resource_version, event.status) == (kind, "7", None)
     assert event.reading is not None
     assert event.reading.name == ("default", "web")
@@ -99,13 +101,13 @@ def test_an_object_in_a_watch(kind: str) -> None:
 ])
 def test_a_bookmark(annotations: Json, end: bool) -> None:
     obj = encode_object("Service", {"metadata": {"resourceVersion": "9", "annotations": annotations}})
-    event = SERVICES.protobuf.watch_event(body(encode_event("BOOKMARK", obj)))
+    event = DECODER.watch_event(body(encode_event("BOOKMARK", obj)))
     assert (event.type, event.resource_version, event.reading, event.initial_events_end) == (
         "BOOKMARK", "9", None, end)
 
 
 def test_an_error_in_a_watch() -> None:
-    event = SERVICES.protobuf.watch_event(body(encode_event("ERROR", encode_object("Status", EXPIRED))))
+    event = DECODER.watch_event(body(encode_event("ERROR", encode_object("Status", EXPIRED))))
     assert event.status == Status(410, "Expired", "too old", StatusDetails(3))
     assert "too old" in str(refusal(event.status))
 
@@ -117,7 +119,7 @@ def test_an_error_in_a_watch() -> None:
 ], ids=["nothing", "cut", "not utf-8", "no object", "no status", "other kind", "cut object"])
 def test_data_that_is_no_watch_event_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
-        SERVICES.protobuf.watch_event(data)
+        DECODER.watch_event(data)
 
 
 def test_a_status_of_another_kind_is_refused() -> None:
@@ -127,8 +129,8 @@ def test_a_status_of_another_kind_is_refused() -> None:
 
 def test_a_field_of_another_type_is_skipped_as_an_unknown_one() -> None:
     item = encode_item("Service", web()) + b"\x0a\x02\x08\x05" + b"\xfa\x7f\x01x"
-    reading, = SERVICES.protobuf.page(encode_list("Service", {}, [item])).readings
-    assert reading == SERVICES.protobuf.page(
+    reading, = DECODER.page(encode_list("Service", {}, [item])).readings
+    assert reading == DECODER.page(
         encode_list("Service", {}, [encode_item("Service", web())])).readings[0]
 
 
@@ -141,14 +143,14 @@ def test_an_impossible_time_is_reported(seconds: int) -> None:
     stamp = b"\x08" + varint + bytes([size])
     meta = b"\x42" + bytes([len(stamp)]) + stamp
     item = encode_item("Service", web()) + b"\x0a" + bytes([len(meta)]) + meta
-    reading, = SERVICES.protobuf.page(encode_list("Service", {}, [item])).readings
+    reading, = DECODER.page(encode_list("Service", {}, [item])).readings
     assert isinstance(reading.value, ServiceSet)
     assert [bad.field for bad in reading.bad] == ["metadata.creationTimestamp"]
 
 
 @given(data=st.binary(max_size=80), resource=st.sampled_from(RESOURCES))
 def test_no_bytes_make_decoding_raise(data: bytes, resource: Resource[Any, Any]) -> None:
-    decoder = resource.protobuf
+    decoder = ProtobufDecoder(resource)
     decoder.page(encode_list(resource.kind, {}, [data]))
     for hostile in (data, MAGIC + data, envelope(f"{resource.kind}List", resource.api_version, data),
                     body(encode_event("ADDED", envelope(resource.kind, resource.api_version, data)))):
@@ -167,7 +169,7 @@ def test_no_changed_byte_makes_decoding_raise(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with suppress(Malformed):
-        page = ENDPOINT_SLICES.protobuf.page(bytes(whole[:data.draw(st.integers(0, len(whole)))]))
+        page = ProtobufDecoder(ENDPOINT_SLICES).page(bytes(whole[:data.draw(st.integers(0, len(whole)))]))
         for reading in page.readings:
             assert reading.value is not None or reading.bad
 

@@ -182,7 +182,8 @@ def test_a_watch_reports_lost_notifications() -> None:
     ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.send(b"old")
     calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
-    watch = NotificationWatch("test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
+    watch = NotificationWatch(
+        "test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
     try:
         assert calls.get(timeout=10) == ([b"old"], True)
         end.send(b"new")

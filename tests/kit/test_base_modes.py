@@ -59,7 +59,9 @@ def replacing(hook: str, base: str, instead: str = "") -> str:
     return plain.replace(base, instead) if instead else plain
 
 
-SYNC = ("kproxy_sync", "report = yield", "from kproxy_core.contract.values import SyncReport as R; report = R(0)")
+SYNC = (
+    "kproxy_sync", "report = yield",
+    "from kproxy_core.contract.values import SyncReport as R; report = R(0)")
 RENDER = ("kproxy_render", "return (yield) + f", "return f")
 
 

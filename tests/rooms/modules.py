@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The second part of the name: ``plan`` of ``kproxy_core.plan.endpoints``; "" of the package itself."""
+        """The second part of the name: ``plan`` of ``kproxy_core.plan.fate``; "" of the package itself."""
         return [*self.name.split("."), ""][1]
 
     @property
@@ -128,3 +128,27 @@ def modules_of_plugins() -> list[Module]:
 
 def modules_of_tests() -> list[Module]:
     return [module for module in load(CHECKOUT, "tests") if module.last.startswith("test_")]
+
+
+def circles(modules: Sequence[Module]) -> list[list[str]]:
+    """Return the groups of *modules* that import each other, in functions and for type checking too."""
+    names = {module.name for module in modules if not module.is_package}
+    reached = {
+        module.name: {_module_of(imported, names) for imported in module.imports()} - {""}
+        for module in modules if not module.is_package
+    }  # fmt: skip
+    for middle in names:  # Warshall's algorithm
+        for behind in reached.values():
+            if middle in behind:
+                behind |= reached[middle]
+    in_circles = [name for name in names if name in reached[name]]
+    return sorted(map(sorted, {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in in_circles}))
+
+
+def _module_of(imported: Import, names: Collection[str]) -> str:
+    """Return the one of *names* from which something is imported; "" if there is none."""
+    for name in (imported.module, imported.module.rpartition(".")[0]):
+        if name in names:
+            return name
+    return ""
