@@ -42,6 +42,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if read_settings(settings).localhost_node_ports:
         found.append(sysctl_finding("net/ipv4/conf/all/route_localnet", 1,
                                     "set it, or iptables.localhostNodePorts to false"))  # fmt: skip
+    found += requirements.check_other_programs(variant, settings.families)
     if variant is not None:
         why_not = "only looked at" if trial is None else trial.enter()
         for family in settings.families:

@@ -52,6 +52,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
     ]
     has_programs = all(finding.met for finding in found[1:3])
+    found += requirements.check_other_programs(variant, settings.families)
     why_not = "only looked at" if trial is None else trial.enter()
     attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
     found += _kernel(attempts, scheduler, settings.families)

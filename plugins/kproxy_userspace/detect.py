@@ -44,9 +44,9 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     modules = Modules(requirements.KERNEL_OPTIONS)
     installed, variant = requirements.check_programs(modules, load_modules=load_modules)
     found = [_rootless(requirements.check_privileges(variant))]
+    by_iptables = [installed, *requirements.check_other_programs(variant, settings.families)]
     attempts = Attempts(modules, why_not="only looked at" if trial is None else trial.enter(),
                         load_modules=load_modules)  # fmt: skip
-    by_iptables = [installed]
     if variant is not None:
         for family in settings.families:
             by_iptables += requirements.try_rules(Tables(family, variant), attempts, _FEATURES)

@@ -5,11 +5,12 @@ from functools import partial
 from typing import NamedTuple
 
 from kproxy_core.linux import process, programs
+from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import Attempts, problem_of
 from kproxy_core.model.address import Family
 from kproxy_core.model.requirement import Requirement
-from kproxy_xtables.tables import Tables
+from kproxy_xtables.tables import Tables, Unreadable
 from kproxy_xtables.variant import OLDEST, PROGRAM, NoVariant, Variant, find_variant, probe
 
 KERNEL_OPTIONS = {
@@ -84,6 +85,24 @@ def check_programs(modules: Modules, *, load_modules: bool) -> tuple[Requirement
     if not programs.find(PROGRAM[Family.IPV4]):
         return Requirement(what, False, "iptables is not installed", remedy), None
     return Requirement(what, True, "installed, not run because that would load nf_tables", guessed=True), None
+
+
+def check_other_programs(variant: Variant | None, families: Iterable[Family]) -> Iterator[Requirement]:
+    """Yield a requirement for each family in which other programs leave no table usable for *variant*.
+
+    Call this in the node's network namespace, before a trial.
+    """
+    for family in families:
+        if variant is None:
+            return
+        try:
+            Tables(family, variant).check_foreign_rules()
+        except Unreadable as error:
+            yield Requirement(
+                f"tables of {family.label} that other programs leave usable for iptables", False, str(error),
+                "remove that table or rule, or use the nftables mode")
+        except HostError:  # Told by others.
+            continue
 
 
 def try_rules(

@@ -112,6 +112,7 @@ CHAINS_PER_CALL = 750
 """Chains in one call of iptables-nft-restore, whose time grows with the square of that number (1.8.9)."""
 
 _TABLES = ("filter", "nat", "mangle")
+_BASE_CHAINS = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
 _ALL_TABLES = (*_TABLES, "raw", "security")
 _FAILED_LINE = re.compile(r"line:? (\d+)")
 _RESOURCE_PROBLEM = 4
@@ -182,12 +183,12 @@ class Tables:
             raise Unreadable(f"table {self.family.ip} {owned[0]} belongs to another process (flag owner)")
         matches: set[str] = set()
         for name in existing:
-            done = self._list(name, "OUTPUT")
-            problem = programs.complaint(done) if done.returncode else ""
-            if _INCOMPATIBLE not in problem:
-                matches |= used_matches(self.family, name)
-            elif name in _TABLES:
-                raise Unreadable(problem)
+            matches |= used_matches(self.family, name)
+            for chain in _BASE_CHAINS if name in _TABLES else ():
+                if chain_exists(self.family, name, chain):
+                    done = self._list(name, chain)
+                    if done.returncode and _INCOMPATIBLE in (problem := programs.complaint(done)):
+                        raise Unreadable(problem)
         for match in sorted(matches - _OWN_MATCHES):
             done = programs.run(self.program, "-m", match, "--help", own=self._own)
             if done.returncode:

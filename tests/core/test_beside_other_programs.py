@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.namespaces import Namespace
-from tests.core.processes import running
+from tests.core.processes import kproxy, running
 from tests.core.test_cli import manifests, node
 from tests.core.test_traffic import serving
 from tests.nft_releases.releases import TRIXIE
@@ -148,6 +148,17 @@ def test_other_programs_do_not_keep_a_mode_from_serving(
     situation: str,
 ) -> None:
     assert serving_mode(HARMLESS[situation], mode, node, manifests, tmp_path, monkeypatch) == mode
+
+
+@pytest.mark.parametrize("situation", ["native rule in ip nat", "missing extension"])
+def test_a_probe_tells_what_other_programs_have_done(
+    node: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str
+) -> None:
+    with ExitStack() as stack:
+        HARMFUL[situation](node, tmp_path, monkeypatch, stack)
+        done = kproxy("modes", "--probe", "--mode=iptables", node=node)
+    assert "missing  tables of IPv4 that other programs leave usable for iptables: " in done.stdout
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(("mode", "served"), [
