@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Style = Literal["handle_output", "stateless_output", "terse_output"]
 """nft's options ``-a``, ``-s`` and ``-t``."""
 
-_CHILD: Final = Path(__file__).with_name("child.py")
+_CHILD: Final = Path(__file__).with_name("libnftables_child.py")
 _OF_THE_DISTRIBUTION: Final = "/usr/bin/python3"
 _PACKAGE: Final = "python3-nftables"
 _NAME: Final = re.compile(r"[A-Za-z_.][\w/.-]*", re.ASCII)

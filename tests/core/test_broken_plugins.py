@@ -34,9 +34,8 @@ QUESTION = Question(Packet(Origin.NODE, HERE.address, HERE.address, Protocol.TCP
 FAULTY = '''
 import os
 from pathlib import Path
-from kproxy_core.backend import api as a
+from kproxy_core.contract import values as a
 from kproxy_core.model.address import *
-from kproxy_core.model.service import *
 from kproxy_core.model.service import *
 from kproxy_core.plan.service_plan import *
 

@@ -7,10 +7,10 @@ import sys
 STUCK = """
 import threading
 from kproxy_core.observe import logs
-from kproxy_core.process import ending
-ending.PROGRAMS_END = ending.PROCESS_ENDS = 0.1
+from kproxy_core.app import assembly
+assembly.PROGRAMS_END = assembly.PROCESS_ENDS = 0.1
 logs.set_up(0, "text")
-ending.stop_on_signals(lambda: None)
+assembly.stop_on_signals(lambda: None)
 arrived = threading.Semaphore(0)
 def never_ends():
     arrived.release()

@@ -37,9 +37,9 @@ CRASH = "libnftables 1.0.6 crashes (SIGSEGV) on table {}, probably because a new
 ON_A_MACHINE_WITH = """
 import sys
 from kproxy_core.cli import main
-from kproxy_core.host.libnftables import texts
+from kproxy_core.linux import libnftables
 python = sys.argv.pop(1)
-texts.interpreters = lambda: [python]
+libnftables.interpreters = lambda: [python]
 main()
 """
 

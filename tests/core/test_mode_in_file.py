@@ -69,7 +69,7 @@ def test_another_mode_in_the_file_is_followed_without_a_restart(
 _SLOW = """
 import time
 from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.process import assembly
+from kproxy_core.app import assembly
 
 effective = assembly.effective
 assembly.effective = lambda config: time.sleep(0.3) or effective(config)

@@ -97,7 +97,7 @@ def test_a_program_that_stops_in_the_middle_of_its_output_is_killed(monkeypatch:
 
 def test_the_end_of_the_process_kills_programs_now_and_later() -> None:
     program = (
-        "import threading\nfrom kproxy_core.host import programs\n"
+        "import threading\nfrom kproxy_core.linux import programs\n"
         "threading.Timer(0.2, programs.interrupt).start()\n"
         "print(programs.run('sleep', '1000').returncode, programs.run('sleep', '1000').returncode)"
     )

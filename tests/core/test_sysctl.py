@@ -57,7 +57,7 @@ def test_a_value_that_the_kernel_refuses(inside: Namespace) -> None:
 def test_read_only_settings_fail_only_if_they_differ(inside: Namespace) -> None:
     """As in an unprivileged container."""
     program = f"""if True:
-        from kproxy_core.host import sysctl
+        from kproxy_core.linux import sysctl
         from kproxy_core.linux.errors import HostError
         print(sysctl.ensure("{FORWARD}", 0))
         try:

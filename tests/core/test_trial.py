@@ -66,7 +66,7 @@ def unprivileged(code: str) -> str:
     """Return the output of a program that asks questions without privileges."""
     imports = (
         "import os, subprocess\n"
-        "from kproxy_core.host import programs\n"
+        "from kproxy_core.linux import programs\n"
         "from kproxy_core.linux.trial import ask\n"
     )
     return subprocess.run(

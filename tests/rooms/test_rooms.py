@@ -200,7 +200,7 @@ def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
         (rules.plugins_know_the_contract, "kproxy_ipvs.hooks", "import kproxy_xtables.tables, pyroute2"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.kernel", "import os, socket"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables.names import NAME"),
-        (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "from kproxy_core.host.netlink import messages"),
+        (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "from kproxy_core.linux import messages"),
         (rules.core_names_no_backend, "kproxy_core.sync.loop", "'''As kube-proxy's ipvs mode does.'''"),
         (rules.tests_can_fail, "tests.core.test_x", "def test_it():\n    with pytest.raises(OSError): f()"),
     ],

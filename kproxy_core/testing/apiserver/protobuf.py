@@ -1,6 +1,6 @@
 """Kubernetes JSON to Kubernetes protobuf, as an API server of 1.36 encodes it.
 
-Independent of `kproxy_core.objects.protobuf`, which it serves to test: no protobuf package is used. Fields
+Independent of `kproxy_core.kube.protobuf`, which it serves to test: no protobuf package is used. Fields
 that are not in these tables are left out.
 """
 

@@ -274,7 +274,7 @@ def test_a_process_that_may_not_call_bpf_ends_the_programs_of_an_earlier_one(
     call = "retire(settings)" if remove == "retire" else "cleanup(settings, dry_run=False)"
     program = (
         "from kproxy_core.contract.values import BackendSettings\n"
-        f"from kproxy_ebpf.questions.{remove} import {remove}\n"
+        f"from kproxy_ebpf.cleanup import {remove}\n"
         "from tests.deploy import seccomp\n"
         f"settings = BackendSettings((), options={backend_settings(settings).options!r})\n"
         "seccomp._REFUSED += 'bpf',\n"

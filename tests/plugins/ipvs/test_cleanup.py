@@ -97,7 +97,7 @@ def test_empty_kernel_needs_no_cleanup() -> None:
 def test_cleanup_in_another_mode_does_not_load_pyroute2(netns: None) -> None:
     """It takes 19 MiB. Only the creation of the device is worth that."""
     program = (
-        "import sys, subprocess, kproxy_ipvs.backend; from kproxy_ipvs.questions import cleanup, retire\n"
+        "import sys, subprocess, kproxy_ipvs.backend; from kproxy_ipvs import cleanup, retire\n"
         "subprocess.run(['ip', 'link', 'add', 'kube-ipvs0', 'type', 'bridge'], check=True)\n"
         "print(cleanup.cleanup(dry_run=False).removed, retire.retire(()).errors, 'pyroute2' in sys.modules)"
     )
