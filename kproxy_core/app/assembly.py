@@ -47,9 +47,10 @@ from kproxy_core.observe.events import EventRecorder
 from kproxy_core.observe.health import ProxyHealth, ServiceHealth
 from kproxy_core.observe.history import ChangeLog, SyncHistory
 from kproxy_core.observe.logs import innermost_calls
+from kproxy_core.observe.messages import Handler
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.pages import About, Debug, health_routes, metrics_routes
-from kproxy_core.observe.server import Handler, HttpServer
+from kproxy_core.observe.server import HttpServer
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
@@ -130,8 +131,7 @@ def make_recorder(
     """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
     if not config.kproxy.count_traffic:
         return None
-    from kproxy_core.observe.metrics import TrafficCollector
-    from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
+    from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficCollector, TrafficRecorder
 
     # A scrape of 10,000 Services computes for 0.4 s. A sync that needs the interpreter waits this long.
     sys.setswitchinterval(0.0001)
@@ -179,7 +179,7 @@ def make_events(
     """Return the recorder of cluster events; silent without an API server. *observe*: see `make_source`."""
     if config.kproxy.manifests:
         return EventRecorder(node_name, None)
-    from kproxy_core.observe.events import write_event
+    from kproxy_core.observe.event_writer import write_event
 
     host = socket.gethostname().strip().lower()
     return EventRecorder(node_name, partial(write_event, access, host, observe))

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +57,8 @@ def ask(question: Callable[[Namespace], T], timeout: float = TIMEOUT) -> T:
 
     The answer must be picklable. This process must have no other threads. Raises NoAnswer.
     """
+    import multiprocessing  # which only a trial needs
+
     forking = multiprocessing.get_context("fork")
     reader, writer = forking.Pipe(duplex=False)
     child = forking.Process(target=lambda: writer.send(question(Namespace())))

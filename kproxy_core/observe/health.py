@@ -10,7 +10,8 @@ from msgspec import Struct
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeObject, NodeView
 from kproxy_core.model.service import ServiceName
-from kproxy_core.observe.server import Answer, HttpServer, Listener
+from kproxy_core.observe.messages import Answer
+from kproxy_core.observe.server import HttpServer, Listener
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.plans import HealthCheck
 

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from kproxy_core.contract.values import Fallback
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.logs import stacks
+from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
 from kproxy_core.observe.metrics import KUBERNETES, Metrics, content_type, exposition
-from kproxy_core.observe.server import Answer, Handler, Request, Slow, Turn
 
 # ``/statusz`` and ``/flagz``: version, uptime and flags of this process.
 #

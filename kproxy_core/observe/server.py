@@ -1,6 +1,5 @@
 """All HTTP listeners of the process, on one thread that sleeps while there is no client."""
 
-import enum
 import errno
 import itertools
 import logging
@@ -11,141 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from http import HTTPStatus
-from typing import Generic, NamedTuple, TypeVar
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import h11
 from msgspec import Struct, field
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
+from kproxy_core.observe.messages import Answer, Handler, Refused, Request, Slow, Turn
 
-# HTTP/1 requests and answers as values. No I/O.
-
-
-class Request(NamedTuple):
-    """One request, as far as handlers care."""
-
-    method: str
-    path: str
-    """Without the query."""
-    query: str
-    accept: str = ""
-    """Media types that the client accepts; "": any."""
-    body: bytes = b""
-
-    @property
-    def options(self) -> list[tuple[str, str]]:
-        """Names and values in the query."""
-        return parse_qsl(self.query, keep_blank_values=True)
-
-
-class Answer(NamedTuple):
-    status: int
-    body: bytes
-    content_type: str = "text/plain; charset=utf-8"
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-class Turn(enum.Enum):
-    """The order in which slow answers are made, most urgent first."""
-
-    AT_ONCE = 0
-    """Beside others: it takes hardly any CPU time, and its handler refuses a second one."""
-    FIRST = 1
-    IN_ORDER = 2
-
-
-class Slow(NamedTuple):
-    """An answer that takes long, and is made on another thread."""
-
-    make: Callable[[threading.Event], Answer]
-    """Called with an event that is set once no client waits for the answer."""
-    seconds: float
-    """Upper bound of the time it takes."""
-    turn: Turn
-    same: Hashable = None
-    """Requests with the same value get the same answer; None: each gets its own."""
-
-
-Handler = Callable[[Request], Answer | Slow]
-"""Answers one request, quickly: it runs on the server's thread while all other clients wait."""
-
-
-class Refused(Exception):
-    """The client sent no request that this server serves."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.answer = Answer(status, (HTTPStatus(status).phrase + "\n").encode())
-
-
-# The framing of HTTP/1 requests and answers by h11. No I/O.
-
-LONGEST_HEAD = 16 * 1024
-LONGEST_BODY = 64 * 1024
-
-
-class Exchange:
-    """One connection's only request and its answer."""
-
-    def __init__(self) -> None:
-        self._connection = h11.Connection(h11.SERVER, max_incomplete_event_size=LONGEST_HEAD)
-        self._request: h11.Request | None = None
-        self._body = bytearray()
-
-    def receive(self, data: bytes) -> Request | None:
-        """Take in *data*. Return the request once it is complete, its body included. Raises Refused."""
-        try:
-            self._connection.receive_data(data)
-            while True:
-                match self._connection.next_event():
-                    case h11.Request() as request:
-                        self._request = request
-                        length = dict(request.headers).get(b"content-length", b"0")
-                        if len(length) > 9 or int(length) > LONGEST_BODY:
-                            raise Refused(413)
-                    case h11.Data() as part:
-                        self._body += part.data
-                        if len(self._body) > LONGEST_BODY:
-                            raise Refused(413)
-                    case h11.EndOfMessage():
-                        return self._complete()
-                    case _:
-                        return None
-        except h11.RemoteProtocolError as error:
-            raise Refused(error.error_status_hint) from error
-        except ValueError as error:  # from h11, for a length with thousands of digits
-            raise Refused(400) from error
-
-    def render(self, answer: Answer, date: str) -> bytes:
-        """Return the bytes of *answer*, sent at *date* (RFC 9110), after which the connection ends."""
-        headers = [
-            ("Content-Type", answer.content_type), ("X-Content-Type-Options", "nosniff"), *answer.headers,
-            ("Date", date), ("Content-Length", str(len(answer.body))), ("Connection", "close"),
-        ]
-        with_body = self._request is None or self._request.method != b"HEAD"
-        parts = (
-            h11.Response(status_code=answer.status, headers=headers, reason=HTTPStatus(answer.status).phrase),
-            h11.Data(data=answer.body if with_body else b""),
-            h11.EndOfMessage(),
-        )
-        return b"".join(self._connection.send(part) or b"" for part in parts)
-
-    def _complete(self) -> Request:
-        assert self._request is not None
-        if not self._request.http_version.startswith(b"1."):
-            raise Refused(505)
-        target = self._request.target.decode("latin-1")
-        if target.startswith("http://"):
-            target = "/" + target.removeprefix("http://").partition("/")[2]
-        if not target.startswith("/"):
-            raise Refused(400)
-        path, _, query = target.partition("?")
-        accept = b",".join(value for name, value in self._request.headers if name == b"accept")
-        method = self._request.method.decode()
-        return Request(method, path, query, accept.decode("latin-1"), bytes(self._body))
-
+if TYPE_CHECKING:
+    from kproxy_core.observe.exchange import Exchange
 
 # Slow answers: which is made next, and for whom. No I/O, no threads.
 
@@ -447,7 +320,7 @@ class HttpServer:
     def _accept(self, listening: socket.socket, listener: Listener) -> None:
         try:
             connected, _ = listening.accept()
-            # for the first client, if it can be read
+            from kproxy_core.observe.exchange import Exchange  # for the first client, if it can be read
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 if self._connections:

@@ -8,7 +8,7 @@ import pytest
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
 from kproxy_core.observe.health import ProxyHealth
-from kproxy_core.observe.server import Answer
+from kproxy_core.observe.messages import Answer
 from tests.core.sync_events import failed, synced
 
 V4, V6 = Family.IPV4, Family.IPV6

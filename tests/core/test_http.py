@@ -14,7 +14,9 @@ import pytest
 from h11._receivebuffer import ReceiveBuffer
 
 from kproxy_core.model.address import Address, parse_address
-from kproxy_core.observe.server import Answer, Exchange, HttpServer, Request
+from kproxy_core.observe.exchange import Exchange
+from kproxy_core.observe.messages import Answer, Request
+from kproxy_core.observe.server import HttpServer
 from kproxy_core.testing.network.patience import patience
 from tests.core.http_clients import (
     ANYWHERE,

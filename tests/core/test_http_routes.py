@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.model.address import Family
 from kproxy_core.observe.health import ProxyHealth
+from kproxy_core.observe.messages import Answer, Handler, Request
 from kproxy_core.observe.metrics import Metrics
 from kproxy_core.observe.pages import About, Debug, health_routes, metrics_routes
-from kproxy_core.observe.server import Answer, Handler, Request
 from tests.core.metric_values import values
 from tests.core.sync_events import synced
 

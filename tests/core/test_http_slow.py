@@ -7,8 +7,9 @@ from socket import socket
 
 import pytest
 
+from kproxy_core.observe.messages import Answer, Request, Slow, Turn
 from kproxy_core.observe.pages import Debug, dispatch
-from kproxy_core.observe.server import Answer, HttpServer, Request, Slow, SlowAnswers, Turn
+from kproxy_core.observe.server import HttpServer, SlowAnswers
 from tests.core.http_clients import LOOPBACK, connect, eventually, get, port_of, received, serving, settle
 from tests.core.namespaces import own_network
 

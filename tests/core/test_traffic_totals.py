@@ -15,14 +15,18 @@ from kproxy_core.contract.values import Connections, Failure, Handshake
 from kproxy_core.linux.conntrack import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.observe.metrics import (
+from kproxy_core.observe.traffic import (
+    KEPT,
     SERVICE_COUNTERS,
     SERVICE_HISTOGRAM,
     Chosen,
+    Counts,
     LimitedSeries,
+    Stored,
+    StoredTotals,
+    Totals,
     TrafficCollector,
 )
-from kproxy_core.observe.traffic import KEPT, Counts, Stored, StoredTotals, Totals
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.worker import counts as attribution
 

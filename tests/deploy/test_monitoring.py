@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from kproxy_core.model.address import Family
-from kproxy_core.observe.metrics import Metrics, SyncMetrics, TrafficCollector
+from kproxy_core.observe.metrics import Metrics, SyncMetrics
+from kproxy_core.observe.traffic import TrafficCollector
 
 CHECKOUT = Path(__file__).parents[2]
 MONITORING = CHECKOUT / "deploy" / "monitoring"
