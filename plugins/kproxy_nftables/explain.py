@@ -21,7 +21,7 @@ from kproxy_nftables.skeleton import Extras, all_owned
 from kproxy_nftables.walk import Table, walk
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
 
-# kube-proxy's table as nft prints it. Pure. Source: docs/behaviour/nftables.md.
+# kube-proxy's table as nft prints it. Pure. Source: docs/design/behaviour/nftables.md.
 
 KUBE_PROXY_TABLE = "kube-proxy"
 

@@ -38,7 +38,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "testing": frozenset({"msgspec", "pyroute2", "pytest", "yaml"}),
     "cli": frozenset({"click", "msgspec", "rich", "yaml"}),
 }
-"""Packages from outside that each room imports; docs/dependencies.md has the cost of each."""
+"""Packages from outside that each room imports; docs/design/dependencies.md has the cost of each."""
 
 THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
     "kproxy_ebpf": frozenset({"bcc", "msgspec"}),

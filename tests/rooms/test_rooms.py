@@ -97,7 +97,7 @@ def test_every_declared_dependency_is_imported_and_every_import_declared() -> No
 
 
 def test_the_page_of_dependencies_names_each() -> None:
-    page = (CHECKOUT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "design" / "dependencies.md").read_text(encoding="utf-8")
     names = {module: name for name, module in rules.IMPORTED_AS.items()}
     for package in set().union(*rules.THIRD_PARTY.values()) | {"pyroute2"}:
         assert f"| {names.get(package, package)}" in page

@@ -1,4 +1,4 @@
-"""The kernel objects of kube-proxy 1.36 in ipvs mode, as docs/behaviour/ipvs.md has them."""
+"""The kernel objects of kube-proxy 1.36 in ipvs mode, as docs/design/behaviour/ipvs.md has them."""
 
 import subprocess
 from collections import defaultdict

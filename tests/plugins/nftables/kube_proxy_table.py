@@ -1,4 +1,4 @@
-"""The table that kube-proxy 1.36 writes in nftables mode, as docs/behaviour/nftables.md has it."""
+"""The table that kube-proxy 1.36 writes in nftables mode, as docs/design/behaviour/nftables.md has it."""
 
 from collections import defaultdict
 from collections.abc import Iterator
