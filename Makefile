@@ -56,7 +56,8 @@ MINUTES ?= 20
 soak: env
 	@$(VENV)/bin/python -B -m tests.soak --minutes $(MINUTES) $(ARGS)
 
-# What the image installs, with hashes; a list of it for others; and what is known against it. audit asks pypi.org.
+# What the image installs, with hashes; a list of it for others; and what is known against it. audit asks the
+# Python package index.
 SUPPLY := .supply
 
 $(SUPPLY)/.ready: Makefile
