@@ -10,7 +10,7 @@ MEANINGS = {
     "hooks": "the hooks that the core calls; imports nothing heavy",
     "settings": "the mode's options, read and checked",
     "backend": "the instance that serves",
-    "family": "`FamilyState`: the known kernel state of one IP family, and the steps that bring it to the plans",
+    "family": "`FamilyState`: the known kernel state of an IP family, and the steps to the plans",
     "names": "names of kernel objects",
     "skeleton": "the constant rules",
     "wanted": "the kernel objects that a plan wants",

@@ -13,7 +13,8 @@ def test_the_page_says_who_may_import_whom() -> None:
         found[1]: frozenset(re.findall(r"\w+", found[2]))
         for found in re.finditer(r"^(\w+) +->([\w ,]*)$", PAGE, re.MULTILINE)
     }
-    assert said == {**rules.ROOMS, "cli": frozenset(rules.ROOMS) - {"testing"}, "plugin": rules.PLUGINS_MAY_IMPORT}
+    assert said == {
+        **rules.ROOMS, "cli": frozenset(rules.ROOMS) - {"testing"}, "plugin": rules.PLUGINS_MAY_IMPORT}
 
 
 def test_the_page_names_every_room_and_plugin() -> None:
