@@ -39,6 +39,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", sorted(CHECKOUT.glob("plugins/*/README.md")), ids=lambda page: page.parent.name)
+def test_a_page_of_a_plugin_names_modules_that_exist(page: Path) -> None:
+    for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):
+        places = (page.parent, page.parent / "kernel", CHECKOUT)
+        assert any((place / name).exists() for place in places), name
+
+
 def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One Thing, `more`\n[a](#one-thing-more) [b](gone.md) [c](https://example.org)\n```\n[d](no)\n```\n")
