@@ -39,8 +39,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", sorted(CHECKOUT.glob("plugins/*/README.md")), ids=lambda page: page.parent.name)
-def test_a_page_of_a_plugin_names_modules_that_exist(page: Path) -> None:
+@pytest.mark.parametrize("plugin", ["iptables", "ipvs", "nftables", "userspace"])
+def test_a_page_of_a_plugin_names_modules_that_exist(plugin: str) -> None:
+    page = CHECKOUT / "plugins" / f"kproxy_{plugin}" / "README.md"
     for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):
         places = (page.parent, page.parent / "kernel", CHECKOUT)
         assert any((place / name).exists() for place in places), name
