@@ -1,4 +1,4 @@
-"""The table in docs/performance.md of the rules that a connection's first packet meets."""
+"""The table in plugins/kproxy_nftables/README.md of the rules that a connection's first packet meets."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_nftables.backend import NftablesBackend
 from tests.plugins.nftables import rules_met
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[3] / "plugins" / "kproxy_nftables" / "README.md"
 KUBE_PROXY = Path(__file__).with_name("kube-proxy.nft")
 
 POD, OUTSIDE, NODE = "10.244.1.9", "198.51.100.9", ""
@@ -83,7 +83,7 @@ def count(hosts: tuple[Namespace, Namespace], table: str, packet: str) -> tuple[
 def told(packet: str) -> list[str]:
     """Return the cells of the table after the name of *packet*."""
     row = re.search(rf"^\| {packet} \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.M)
-    assert row, f"docs/performance.md has no row for {packet}"
+    assert row, f"{PAGE} has no row for {packet}"
     return [cell.strip() for cell in row[1].split("|")]
 
 
