@@ -170,7 +170,7 @@ def test_a_root_user_without_the_capability_is_refused(server: ControlServer) ->
 def test_a_process_of_another_pid_namespace_is_refused(prefix: str) -> None:
     """Its process id means nothing here: the proxy runs in a container, the client does not."""
     program = f"""
-from kproxy_core.modes import control
+from kproxy_core.app import control
 control.PREFIX = {prefix!r}
 server = control.ControlServer(lambda request, report_progress: {{}})
 server.start()
@@ -192,7 +192,7 @@ def test_between_processes_with_the_same_few_capabilities_it_works(prefix: str) 
     """As in the pod, whose main process and whose `kubectl exec` have only CAP_NET_ADMIN."""
     few = ("setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", sys.executable, "-c")
     serve = f"""
-from kproxy_core.modes import control
+from kproxy_core.app import control
 control.PREFIX = {prefix!r}
 server = control.ControlServer(lambda request, report_progress: {{"served": True}})
 server.start()
@@ -200,7 +200,7 @@ print("serving", flush=True)
 input()
 """
     ask = f"""
-from kproxy_core.modes import control
+from kproxy_core.app import control
 control.PREFIX = {prefix!r}
 print(control.send_request({{}}, print)["served"])
 """

@@ -22,9 +22,9 @@ from tests.core.namespaces import namespace
 
 PATIENT = """
 from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.observe.events import recorder
+from kproxy_core.observe import events
 
-recorder._AT_THE_END = 60.0
+events._AT_THE_END = 60.0
 
 @hookimpl(wrapper=True)
 def kproxy_sync(update):

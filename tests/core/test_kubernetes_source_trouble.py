@@ -140,7 +140,8 @@ def test_nodes_list_again_at_different_times_when_their_server_lost_the_history(
     server = ScriptedServer({"services": steps})
     source = KubernetesSource(CurrentAccess(server.url, None), "n", chance=lambda: 0.25)
     try:
-        monkeypatch.setattr("kproxy_core.kube.reflector.threading", SimpleNamespace(Event=Noted))
+        monkeypatch.setattr("kproxy_core.kube.reflector.threading", SimpleNamespace(
+            Event=Noted, Lock=threading.Lock, Thread=threading.Thread))
         with following(source) as observed:
             observed.wait_for(lambda o: o.names == {"b"})
     finally:

@@ -145,7 +145,7 @@ def test_start_up_imports_nothing_heavy(module: str) -> None:
 
 OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.rooms_of_the_core, "kproxy_core.model.service", "import yaml"),
-    (rules.rooms_of_the_core, "kproxy_core.model.service", "from kproxy_core.plan import usable"),
+    (rules.rooms_of_the_core, "kproxy_core.model.service", "from kproxy_core.plan import fate"),
     (rules.rooms_of_the_core, "kproxy_core.model.service", "from ..plan.usable import Usable"),
     (rules.rooms_of_the_core, "kproxy_core.plan.endpoints", "def f():\n    import kproxy_core.sync"),
     (rules.rooms_of_the_core, "kproxy_core.linux.sysctl", "import kproxy_core.kube.store"),
