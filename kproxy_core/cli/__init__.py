@@ -1,7 +1,7 @@
-"""The command line: options in, one room of the program called, text out. The only room that may import all.
+"""The command line: one module per command, with its options, its work and its output.
 
-Nothing heavy is imported before the command that needs it is known, so that ``--version`` and ``--help``
-answer at once.
+The only room that may import all others. Nothing heavy is imported before the command that needs it is known,
+so that ``--version`` and ``--help`` are fast.
 """
 
 from kproxy_core.cli.commands import kproxy as kproxy

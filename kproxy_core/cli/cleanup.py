@@ -1,4 +1,4 @@
-"""``kproxy --cleanup``."""
+"""``kproxy --cleanup``: the removal of all rules."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from kproxy_core.modes.settings import Configuration, served_families, settings_
 
 
 def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
-    """Remove the leftovers of every mode but *spared*, even if some fail. Raises ClickException for those."""
+    """Remove the leftovers of all modes but *spared*. Raises ClickException at the end if some remain."""
     with cli_errors():
         configuration = Configuration.read(flags)
         registry = Registry(plugins=configuration.asked.kproxy.plugins)
@@ -39,7 +39,7 @@ def _cleaned(
     registry: Registry, configuration: Configuration, spared: tuple[str, ...], *,
     dry_run: bool, own_only: bool,
 ) -> Iterator[Leftovers]:
-    """Clean up mode by mode. An object that two modes would remove counts for the first one only."""
+    """Clean up mode by mode. An object that two modes would remove is reported for the first one only."""
     settings_of = settings_of_modes(configuration, served_families())
     seen: set[str] = set()
     for description in registry.load_all():

@@ -1,12 +1,15 @@
-"""``kproxy diff``."""
+"""``kproxy diff``: the plans compared with what the kernel does with packets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
+
 from kproxy_core.app.control import send_request
-from kproxy_core.cli.options import OBJECTS
-from kproxy_core.cli.terminal import bad, good, hint
-from kproxy_core.config.flags import Flags
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import bad, good, hint, show_answer
+from kproxy_core.config.flags import RULES, SOURCES, Flags
 
 SAME, DIFFERENT, UNCLEAR = 0, 1, 2
 """Exit status."""
@@ -17,7 +20,7 @@ Found = Mapping[str, Any]
 def compare(flags: Flags) -> Found:
     """Return the mode and the differences.
 
-    With objects in *flags*, this process reads the kernel; else the running proxy does. Raises NoProxy,
+    If *flags* say where to read objects, this process compares, else the running proxy. Raises NoProxy,
     RequestRefused or NoAnswer, and as `cli_errors` expects.
     """
     if not OBJECTS & set(flags):
@@ -49,3 +52,20 @@ def _line(difference: Mapping[str, Any]) -> str:
     senders = difference["senders"]
     whom = f" (packets from {', '.join(senders)})" if senders and len(senders) < 3 else ""
     return f"{difference['frontend']}{of}: {style(difference['difference'])}{whom}"
+
+
+@click.command("diff", cls=FlagCommand)
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(output: str, **options: Any) -> int:
+    """Compare what the kernel does with packets to what it should do.
+
+    Nothing is written. Exit status: 0 if they agree, 1 if they differ, 2 if that is unclear.
+
+    The running proxy compares. With --manifests, --kubeconfig, --master or --config, this process does, for
+    those objects; a kube-proxy in the same mode may have written the rules.
+    """
+    with cli_errors(UNCLEAR):
+        found = compare(given(options))
+    show_answer(found, output, as_text)
+    return status_of(found)

@@ -1,12 +1,16 @@
-"""``kproxy explain``."""
+"""``kproxy explain``: what happens to packets, by the plans and in the kernel."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import click
+
 from kproxy_core.app.control import NoProxy, send_request
-from kproxy_core.cli.terminal import bad, faint, good, hint, strong
-from kproxy_core.config.flags import Flags
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer, strong
+from kproxy_core.config.flags import RULES, SOURCES, Flags
 
 Packets = Sequence[Mapping[str, Any]]
 
@@ -107,3 +111,38 @@ def _table(label: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def _line(label: str, text: str) -> str:
     return f"  {label:{_INDENT - 2}}{text}"
+
+
+@click.command("explain", cls=FlagCommand)
+@click.argument("words", metavar="[FROM] TO", nargs=-1, required=True)
+@click.option("--from", "sender", metavar="ADDRESS", help="Address of the sender, as FROM.")
+@click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
+@click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
+@click.option("--report", metavar="FILE", help="Answer from an archive that `kproxy report` wrote.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(
+    words: tuple[str, ...], sender: str | None, origin: str | None, report: str | None, output: str,
+    **options: Any,
+) -> None:
+    """Explain what happens to packets to a Service, and why.
+
+    TO is ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]. FROM is an
+    address, pod, node or outside. Without FROM, the answer has one sender of each kind.
+
+    The running proxy answers, and reads the kernel. With --manifests, --kubeconfig, --master or --config, the
+    answer is about those objects, and shows the rules that a proxy would write.
+    """
+    if len(words) > 2 or (len(words) == 2 and sender):
+        raise click.UsageError("give [FROM] TO")
+    sender = sender or (words[0] if len(words) == 2 else "")
+    request = {"to": words[-1], "from": sender, "origin": origin or ""}
+    flags = given(options)
+    with cli_errors():
+        if report:
+            packets = explain_report(request, report)
+        elif OBJECTS & set(flags):
+            packets = explain_objects(request, flags)
+        else:
+            packets = ask_proxy(request)
+    show_answer({"packets": packets}, output, as_text)

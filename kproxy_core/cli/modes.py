@@ -1,4 +1,4 @@
-"""``kproxy modes``: this machine and the installed backends."""
+"""``kproxy modes``: the installed backends, and which of them work on this machine."""
 
 import os
 import platform
@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import structs
 
-from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, strong
+from kproxy_core.cli.options import FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors, warn_of_broken
+from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, show, strong
+from kproxy_core.config.flags import RULES
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.registry import Registry
@@ -21,8 +25,6 @@ from kproxy_core.linux.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_core.modes.choice import candidates, primary
 from kproxy_core.modes.settings import Configuration, served_families, serving_settings
-
-# Facts about this machine that concern all modes.
 
 
 def facts(families: Iterable[Family]) -> Iterator[tuple[str, str]]:
@@ -89,8 +91,6 @@ def _has_bpf_mount() -> bool:
     return any(line.split()[1:3] == ["/sys/fs/bpf", "bpf"] for line in mounts)
 
 
-# The report of ``kproxy modes`` about this machine and the installed backends.
-
 _OPTIONS = "options"
 
 
@@ -130,10 +130,10 @@ class DescribedMode:
 @dataclass(frozen=True, slots=True)
 class Report:
     machine: Mapping[str, str]
-    """Facts about it; empty unless the modes were probed."""
+    """Facts about this machine; empty unless the modes were probed."""
     modes: tuple[DescribedMode, ...]
     serving: str = ""
-    """The mode that a proxy would serve in here, if probed; "": none."""
+    """The mode that a proxy would choose on this machine, if probed; "": none."""
 
     def works(self, mode: str) -> bool:
         """Return whether *mode* (or "": any mode) is usable. Modes that were not probed count as usable."""
@@ -170,7 +170,7 @@ def formatted(report: Report, output: str) -> str:
 
 
 def _table(report: Report) -> str:
-    """Return the machine's facts, a table of modes, and every requirement that is missing or only guessed."""
+    """Return the machine's facts, a table of modes, and the requirements that are missing or only guessed."""
     width = max(map(len, report.machine))
     lines = [f"{faint(what.ljust(width))}  {found}" for what, found in report.machine.items()]
     lines += ["", strong(f"{'MODE':<12} {'WORKS':<7} {'MET':>7}  MISSING")]
@@ -205,8 +205,7 @@ def _descriptions(registry: Registry, mode: str) -> list[Description]:
 
 
 def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
-    """Describe and probe modes as in `describe`. Changes nothing, except that *load_modules* may load
-    modules.
+    """Describe modes as `describe` does, and probe them. Changes nothing; *load_modules* may load modules.
 
     Raises UnknownMode, PluginRefused or ConfigError.
     """
@@ -214,7 +213,7 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     known = _descriptions(registry, mode)
     detections = [_look(registry, each.mode, configuration, families, load_modules) for each in known]
     works = [found.mode for found in detections if found.usable]
-    # A proxy that would serve in a mode whose options are wrong does not start.
+    # A proxy does not start if the mode that it chooses has invalid options.
     ends = [found.mode for found in detections if any(r.what == _OPTIONS for r in found.requirements)]
     config = configuration.of(mode or configuration.mode)
     fall_back = not mode and config.kproxy.mode_fallback == "auto"
@@ -228,7 +227,7 @@ def _look(
     registry: Registry, mode: str, configuration: Configuration, families: tuple[Family, ...],
     load_modules: bool,
 ) -> Detection:
-    """Probe *mode* for all *families*, or else for the primary one, which suffices to serve."""
+    """Probe *mode* for all *families*, and if that fails for the primary one, which is enough to serve."""
     config = configuration.of(mode)
     found = _detection(registry, config, families, load_modules)
     others = [family.label for family in families if family is not primary(config)]
@@ -244,7 +243,7 @@ def _look(
 def _detection(
     registry: Registry, config: Config, families: tuple[Family, ...], load_modules: bool
 ) -> Detection:
-    """Probe in a child process, which can enter a namespace and crash without harm."""
+    """Probe in a child process, which may enter a namespace or crash."""
 
     def detect(namespace: Trial) -> Detection:
         try:
@@ -266,3 +265,32 @@ def _lines(
     yield f"  {styled(verdict.ljust(8))} {requirement.what}: {requirement.found}"
     if requirement.remedy:
         yield textwrap.indent(styled_remedy(requirement.remedy), " " * 11)
+
+
+@click.command("modes", cls=FlagCommand)
+@click.argument("only", metavar="[MODE]", default="")
+@with_flags(RULES)
+@click.option("--probe", is_flag=True, help="Find out which modes work on this machine, and what is missing.")
+@click.option("--load-modules", is_flag=True, help="With --probe: load the kernel modules that a mode needs.")
+@click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
+              show_default=True, help="Output format.")
+def command(only: str, probe: bool, load_modules: bool, output: str, **options: Any) -> int:
+    """List the installed modes, and find out which work here.
+
+    The preferred mode is the first; with MODE, only that one is listed. Exit status of --probe: 0 if MODE, or
+    without it any mode, works on this machine, else 1.
+    """
+    if load_modules and not probe:
+        raise click.UsageError("--load-modules requires --probe")
+    flags = given(options)
+    with cli_errors():
+        configuration = Configuration.read(flags)
+        registry = Registry(plugins=configuration.of("").kproxy.plugins)
+        mode = only or flags.get("mode", "")
+        if probe:
+            report = find_out(registry, mode, configuration, load_modules=load_modules)
+        else:
+            report = describe(registry, mode)
+    show(formatted(report, output))
+    warn_of_broken(registry)
+    return 0 if report.works(mode or configuration.mode) else 1

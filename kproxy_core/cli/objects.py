@@ -20,8 +20,14 @@ from kproxy_core.kube.store import Store
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.events import BadObject, Event
-from kproxy_core.modes import settings as terms
 from kproxy_core.modes.choice import conclude
+from kproxy_core.modes.settings import (
+    StartFailed,
+    node_settings,
+    served_families,
+    serving_settings,
+    settings_of_modes,
+)
 from kproxy_core.observe import logs
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.plans import FamilyPlans
@@ -30,7 +36,7 @@ log = logging.getLogger("kproxy.run")
 
 
 class Objects(NamedTuple):
-    """The plans for objects that were read without a running proxy, and a backend of the mode."""
+    """The plans for objects that were read without a running proxy, and a backend of the mode to serve in."""
 
     plans: Mapping[Family, FamilyPlans]
     registry: Registry
@@ -48,18 +54,18 @@ def read_objects(
 ) -> Iterator[Objects]:
     """Yield the plans for the objects that *flags* name. Unusable objects are logged.
 
-    *this_machine*: the node has this machine's addresses, whatever its Node object says. *addresses*: it has
-    these. *families*: those to serve instead of this machine's. Raises as `cli_errors` expects.
+    The node's addresses are those of its Node object, or with *this_machine* those of this machine, or
+    *addresses*. *families* are served instead of this machine's. Raises as `cli_errors` expects.
     """
-    gc.disable()  # What a command reads lives until it has answered.
+    gc.disable()  # the objects are needed until the command ends
     config, registry, configuration = prepare(flags)
     if not config.mode:
-        config = configuration.of(conclude(configuration, registry, terms.served_families()))
-    families = families or terms.served_families()
+        config = configuration.of(conclude(configuration, registry, served_families()))
+    families = families or served_families()
     logs.set_up(0, "text")
-    instance = registry.make_backend(config.mode, terms.serving_settings(config, registry, families))
+    instance = registry.make_backend(config.mode, serving_settings(config, registry, families))
     try:
-        settings = terms.node_settings(config, registry.load(config.mode))
+        settings = node_settings(config, registry.load(config.mode))
         if this_machine:
             addresses = node_addresses(registry.is_of_node)
         store = _read(config, settings.name, families)
@@ -69,7 +75,7 @@ def read_objects(
         facts = NodeFacts(settings, addresses)
         facts.node, facts.service_cidrs = store.node, store.service_cidrs
         plans = {family: _planned(family, store, facts) for family in families}
-        settings_of = terms.settings_of_modes(configuration, families)
+        settings_of = settings_of_modes(configuration, families)
         yield Objects(plans, registry, instance, settings_of, config, store)
     finally:
         gc.enable()
@@ -86,7 +92,7 @@ def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
-        raise terms.StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
+        raise StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
     access = CurrentAccess(config.master, config.client.kubeconfig)
     source = make_source(config, node_name, access, lambda _: None)
     store = make_store(config, families, source)
@@ -94,7 +100,7 @@ def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store
     try:
         source.start(delivered.put)
     except OSError as error:
-        raise terms.StartFailed(f"can't read {config.kproxy.manifests}: {error}") from error
+        raise StartFailed(f"can't read {config.kproxy.manifests}: {error}") from error
     try:
         while not store.complete:
             for event in delivered.get():

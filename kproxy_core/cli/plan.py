@@ -1,14 +1,18 @@
-"""``kproxy plan``."""
+"""``kproxy plan``: what would change if other objects or another mode were served."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
 from kproxy_core.app.control import NoProxy, send_request
 from kproxy_core.app.explain import NoAnswer
-from kproxy_core.cli.terminal import bad, faint, good, hint
-from kproxy_core.config.flags import Flags
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
+from kproxy_core.config.flags import RULES, SOURCES, Flags
 
 Found = Mapping[str, Any]
 
@@ -16,14 +20,14 @@ _STYLES = {"gained": good, "lost": bad, "changed": hint}
 
 
 def with_objects(where: str, flags: Flags) -> Flags:
-    """Return *flags* with the objects at *where*: a directory of manifests, or a kubeconfig file."""
+    """Return *flags* with *where*, the path of a directory of manifests or of a kubeconfig file."""
     if not where:
         return flags
     return Flags(flags, **{"manifests" if Path(where).is_dir() else "kubeconfig": where})
 
 
 def plan(flags: Flags, *, verbose: bool) -> Found:
-    """Return the changes that the objects in *flags* would make; transactions only if *verbose*.
+    """Return the changes that the objects of *flags* would make, with transactions only if *verbose*.
 
     Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
     NoAnswer or RequestRefused, and as `cli_errors` expects.
@@ -35,7 +39,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     from kproxy_core.linux import process
 
     if "CAP_NET_ADMIN" not in process.held():
-        raise NoAnswer("CAP_NET_ADMIN is missing: the operations follow from what the kernel holds now")
+        raise NoAnswer("CAP_NET_ADMIN is missing: it is needed to read what the kernel holds now")
     try:
         running = send_request({"do": "plans"})
     except NoProxy:
@@ -80,3 +84,23 @@ def _services(found: Found) -> Iterator[str]:
     for change in found["services"]:
         of = f" {change['service_port']}/{change['protocol']} {change['family']}" * bool(change["family"])
         yield f"{_STYLES[change['change']](change['change'])}{of}: {'; '.join(change['details'])}"
+
+
+@click.command("plan", cls=FlagCommand)
+@click.argument("objects", metavar="[DIR|KUBECONFIG]", default="")
+@click.option("-v", "--verbose", is_flag=True, help="Also print the transactions that would be written.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(objects: str, verbose: bool, output: str, **options: Any) -> None:
+    """Show what would change on this node if other objects were served.
+
+    Nothing is written. The objects are the manifests in DIR, or those of the API server that KUBECONFIG
+    names. They are compared with the Services of the running proxy, or without one, with what the kernel
+    serves. With --mode, they would be served in that mode.
+    """
+    flags = with_objects(objects, given(options))
+    if not OBJECTS & set(flags):
+        raise click.UsageError("give DIR, KUBECONFIG, --manifests, --kubeconfig, --master or --config")
+    with cli_errors():
+        found = plan(flags, verbose=verbose)
+    show_answer(found, output, as_text)

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from msgspec.structs import replace
 
 from kproxy_core.cli.objects import read_objects
-from kproxy_core.config.flags import Flags
+from kproxy_core.cli.options import FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.config.flags import RULES, Flags
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.address import Family
@@ -24,9 +27,9 @@ def rendered(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
 
 
 def checked(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
-    """Yield a line for each of *families* whose rules the mechanism's own program takes.
+    """Yield a line for each of *families* whose rules nft accepts.
 
-    Raises ClickException if it does not, or cannot be asked; UsageError, and as `rendered` does.
+    Raises ClickException if nft rejects them or they are not text for it, and as `rendered` does.
     """
     with _updates(flags, families) as (instance, updates):
         for update in updates:
@@ -43,7 +46,7 @@ def checked(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
 def _updates(
     flags: Flags, families: tuple[Family, ...]
 ) -> Iterator[tuple[BackendInstance, Iterator[Update]]]:
-    """Yield a backend of the mode, and what it would be given. Raises as `rendered` does."""
+    """Yield a backend of the mode, and the updates that it would get. Raises as `rendered` does."""
     if not Configuration.read(flags).asked.kproxy.manifests:
         raise click.UsageError("render needs --manifests")
     with read_objects(flags, this_machine=False, families=families) as found:
@@ -54,3 +57,19 @@ def _sorted(update: Update) -> Update:
     """Return *update* in the order of its keys. Planning iterates over sets, in an order that varies."""
     plans, changed = sorted(update.plans.items()), sorted(update.changed.items())
     return replace(update, plans=dict(plans), changed=dict(changed))
+
+
+@click.command("render", cls=FlagCommand)
+@with_flags(RULES)
+@click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only the rules of this IP family.")
+@click.option("--check", is_flag=True, help="Do not print the rules, but check that nft accepts them.")
+def command(family: str | None, check: bool, **options: Any) -> None:
+    """Print the rules for a directory of manifests.
+
+    Requires --manifests, but no privileges, and does not touch the kernel. --check needs rules that are text
+    for nft, and checks them in a network namespace of its own. Exit status: 0 if they are accepted, else 1.
+    """
+    families = tuple(f for f in Family if family in (None, f.label.lower()))
+    with cli_errors():
+        for line in (checked if check else rendered)(given(options), families):
+            click.echo(line)

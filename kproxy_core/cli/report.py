@@ -1,10 +1,12 @@
-"""``kproxy report``: one archive for a bug report, and answers from one on another machine."""
+"""``kproxy report``: the archive for a bug report, written and read."""
 
+import errno
 import io
 import json
 import os
 import platform
 import re
+import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,14 +19,23 @@ import click
 import yaml
 
 from kproxy_core.app.control import NoProxy, RequestRefused, send_request
-from kproxy_core.cli.options import OBJECTS
-from kproxy_core.config.flags import Flags, version_told
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import formatted_answer
+from kproxy_core.config.flags import RULES, SOURCES, Flags, version_told
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import list_tables
 from kproxy_core.linux.modules import Modules, Presence
 
-# The kernel's state as text, by the programs and files that exist here. Loads no kernel module.
+Json = Mapping[str, Any]
+
+TOP = "kproxy-report"
+"""The directory in the archive."""
+_LARGEST = 512 << 20
+"""Maximum size of a member that is read, in bytes."""
+_SECRET = re.compile(r"token|password|secret|credential|client-?key|private", re.IGNORECASE)
+_USER_INFO = re.compile(r"//[^/@\s]+@")
 
 _COMMANDS = (
     # File, module that the command would load, command.
@@ -49,65 +60,8 @@ _SYSCTLS = (
 """Patterns below /proc/sys."""
 
 
-def kernel_state() -> Iterator[tuple[str, str]]:
-    modules = Modules()
-
-    def is_loaded(module: str) -> bool:
-        return modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
-
-    if is_loaded("nf_tables"):
-        yield "nft-ruleset.txt", _ruleset()
-    for name, module, command in _COMMANDS:
-        if (not module or is_loaded(module)) and programs.find(command[0]):
-            yield name, _output(command)
-    for name, path in _FILES:
-        try:
-            yield name, Path(path).read_text(errors="replace")
-        except OSError:
-            continue
-    yield "sysctl.txt", "".join(_sysctls())
-
-
-def _ruleset() -> str:
-    """Return all tables as nft prints them, behind a comment for each one that it cannot."""
-    try:
-        text, unread = list_tables(style=["handle_output"])
-    except HostError as error:
-        return f"# {error}\n"
-    return "".join(f"# {problem}\n" for problem in unread) + text
-
-
-def _output(command: tuple[str, ...]) -> str:
-    try:
-        done = programs.run(*command)
-    except HostError as error:
-        return f"{error}\n"
-    return done.stdout + (done.stderr if done.returncode else "")
-
-
-def _sysctls() -> Iterator[str]:
-    root = Path("/proc/sys")
-    for path in (path for pattern in _SYSCTLS for path in sorted(root.glob(pattern))):
-        try:
-            yield f"{path.relative_to(root)} = {path.read_text(errors='replace').strip()}\n"
-        except OSError:
-            continue
-
-
-# ``kproxy report``: one archive for a bug report, and answers from one on another machine.
-
-TOP = "kproxy-report"
-"""The directory in the archive."""
-_LARGEST = 512 << 20
-"""Bytes of a member that is read."""
-_SECRET = re.compile(r"token|password|secret|credential|client-?key|private", re.IGNORECASE)
-_USER_INFO = re.compile(r"//[^/@\s]+@")
-
-Json = Mapping[str, Any]
-
-
 def contents(flags: Flags) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of everything that can be found out. What cannot is said in ``problems.txt``.
+    """Yield the names and texts of the archive's files. Problems with reading them are in ``problems.txt``.
 
     Raises as `cli_errors` expects.
     """
@@ -152,7 +106,7 @@ def _described(flags: Flags) -> Json:
 
 
 def new_name() -> str:
-    """Return a name for an archive of this moment."""
+    """Return a file name with the current time."""
     return time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime())
 
 
@@ -176,7 +130,7 @@ def write(file: BinaryIO, found: Iterator[tuple[str, str]]) -> list[str]:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[Flags, Json]]:
-    """Yield flags that mean the objects in an archive, and what it says about its node.
+    """Yield flags for the objects in the archive at *path*, and its description of the node.
 
     Raises ClickException if the archive cannot be used.
     """
@@ -207,7 +161,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return *value* without the values of secret keys, and URLs without user names."""
+    """Return *value* without values whose keys look secret, and without user names in URLs."""
     match value:
         case dict():
             return {key: "(left out)" if _SECRET.search(str(key)) and item else without_secrets(item)
@@ -235,3 +189,79 @@ def _machine(flags: Flags) -> str:
 
 def _text(value: object) -> str:
     return json.dumps(value, indent=1) + "\n"
+
+
+def kernel_state() -> Iterator[tuple[str, str]]:
+    """Yield file names and texts of the kernel's state. Loads no kernel module."""
+    modules = Modules()
+
+    def is_loaded(module: str) -> bool:
+        return modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
+
+    if is_loaded("nf_tables"):
+        yield "nft-ruleset.txt", _ruleset()
+    for name, module, command in _COMMANDS:
+        if (not module or is_loaded(module)) and programs.find(command[0]):
+            yield name, _output(command)
+    for name, path in _FILES:
+        try:
+            yield name, Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+    yield "sysctl.txt", "".join(_sysctls())
+
+
+def _ruleset() -> str:
+    """Return all tables as nft prints them, after a comment for each table that it cannot print."""
+    try:
+        text, unread = list_tables(style=["handle_output"])
+    except HostError as error:
+        return f"# {error}\n"
+    return "".join(f"# {problem}\n" for problem in unread) + text
+
+
+def _output(command: tuple[str, ...]) -> str:
+    try:
+        done = programs.run(*command)
+    except HostError as error:
+        return f"{error}\n"
+    return done.stdout + (done.stderr if done.returncode else "")
+
+
+def _sysctls() -> Iterator[str]:
+    root = Path("/proc/sys")
+    for path in (path for pattern in _SYSCTLS for path in sorted(root.glob(pattern))):
+        try:
+            yield f"{path.relative_to(root)} = {path.read_text(errors='replace').strip()}\n"
+        except OSError:
+            continue
+
+
+@click.command("report", cls=FlagCommand)
+@click.argument("file", metavar="[FILE]", default="")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(file: str, output: str, **options: Any) -> None:
+    """Write an archive for a bug report.
+
+    It contains the version, configuration, objects, plans, kernel state, differences, metrics, the end of the
+    log, and which modes work on this machine: addresses and names of Services, but no secrets. They are those
+    of the running proxy, or of --manifests, --kubeconfig, --master or --config. `kproxy explain --report`
+    answers from the archive.
+
+    FILE must not exist; - is standard output. By default, the archive is written to standard output if that
+    is no terminal, and to a new file else. The list of contents is then printed to standard error.
+    """
+    is_piped = file in ("-", "/dev/stdout") or not (file or sys.stdout.isatty())
+    if is_piped and sys.stdout.isatty():
+        raise click.UsageError("the archive is not written to a terminal: name a file or use a pipe")
+    where = "standard output" if is_piped else file or new_name()
+    try:
+        with cli_errors(), sys.stdout.buffer if is_piped else create(where) as archive:
+            names = write(archive, contents(given(options)))
+    except OSError as error:
+        read_only = "; `kproxy report >FILE` writes no file here" if error.errno == errno.EROFS else ""
+        raise click.ClickException(f"{where}: {error.strerror}{read_only}") from error
+    text = formatted_answer(
+        {"file": where, "contents": names}, output, lambda _: f"{where}: {', '.join(names)}")
+    click.echo(text, err=is_piped)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def run(flags: Flags, *, init_only: bool) -> None:
-    """Run the proxy, or with *init_only* do only what needs all privileges. Exit with 1 if that fails."""
-    # What a start imports and reads lives on. Searching it for cycles would take longer than the first sync
-    # itself, and find none, until `preparation.settle_memory` excludes it.
+    """Run the proxy, or with *init_only* only the steps that need full privileges. Exit with 1 on failure."""
+    # Objects of the start are permanent. Searching them for cycles would take longer than the first sync and
+    # find none, until `preparation.settle_memory` excludes them.
     gc.disable()
     from kproxy_core.observe import logs
 
@@ -55,7 +55,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
 
 
 def _begin_access(config: Config) -> CurrentAccess:
-    """Return the access to the API server. A child process begins to load it, while this one imports.
+    """Return the access to the API server. A child process loads it while this one imports the rest.
 
     Raises StartFailed.
     """
@@ -96,9 +96,9 @@ def warn_of_broken(registry: Registry) -> None:
 
 
 def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
-    """Return the effective configuration of the mode to start in, the plugins, and what was asked for.
+    """Return the effective configuration of the mode to start in, the plugins, and the one that was given.
 
-    Without a mode, the configuration names none either. Raises as `cli_errors` expects.
+    The mode stays "" if neither the operator nor an earlier switch named one. Raises as `cli_errors` expects.
     """
     from kproxy_core.contract.registry import Registry
     from kproxy_core.modes.journal import Journal
@@ -121,7 +121,7 @@ def cli_errors(status: int = 1) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Imported only now: a third of the time that a command takes which asks the running proxy.
+        # Imported only now: for a command that asks the running proxy, this is a third of its time.
         from kproxy_core.app.control import NoProxy, RequestRefused
         from kproxy_core.app.explain import NoAnswer
         from kproxy_core.config.file import ConfigError

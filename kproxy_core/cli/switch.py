@@ -1,4 +1,4 @@
-"""``kproxy switch``."""
+"""``kproxy switch``: another mode for the running proxy."""
 
 import json
 import time
@@ -8,12 +8,14 @@ from typing import Any
 import click
 
 from kproxy_core.app.control import send_request
+from kproxy_core.cli.options import TEXT_OR_JSON
 from kproxy_core.cli.plan import kernel_lines
+from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, is_terminal, show
 
 
 def check(mode: str, *, as_json: bool) -> bool:
-    """Print what would change with *mode*. Return True if nothing would be lost.
+    """Print what would change with *mode*. Return True if no Service would lose anything.
 
     Raises RequestRefused or NoProxy.
     """
@@ -64,3 +66,20 @@ def _step_printer(as_json: bool) -> Callable[[str], None]:
 
 def _described(caveat: Mapping[str, Any]) -> str:
     return f"{caveat['service_port']}: {caveat['what']}" if caveat["service_port"] else str(caveat["what"])
+
+
+@click.command("switch")
+@click.argument("mode")
+@click.option("--check", "only_check", is_flag=True,
+              help="Only show what would change for this node's Services.")
+@TEXT_OR_JSON
+def command(mode: str, only_check: bool, output: str) -> None:
+    """Switch the running proxy to another mode; connections stay open.
+
+    Exit status of --check: 0 if MODE would serve everything that is served now, else 1.
+    """
+    with cli_errors():
+        if not only_check:
+            switch(mode, as_json=output == "json")
+        elif not check(mode, as_json=output == "json"):
+            raise click.ClickException(f"not everything would be served with {mode}")

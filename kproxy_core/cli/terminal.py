@@ -10,17 +10,17 @@ import click
 
 
 def is_terminal() -> bool:
-    """Return whether a person reads the standard output, on a terminal that can move its cursor."""
+    """Return whether standard output is a terminal that can move its cursor."""
     return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def show(text: str) -> None:
-    """Print *text*; its styles only where they are welcome."""
+    """Print *text*, with its styles only on a terminal and without NO_COLOR."""
     click.echo(text, color=is_terminal() and not os.environ.get("NO_COLOR"))
 
 
 def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:
-    """Print *answer* as *output*: json, or the text that *as_text* makes of it."""
+    """Print *answer* as JSON if *output* is json, else as the text that *as_text* returns."""
     show(formatted_answer(answer, output, as_text))
 
 

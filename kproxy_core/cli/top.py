@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kproxy_core.app.control import send_request
+from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import is_terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,13 +24,13 @@ if TYPE_CHECKING:
 SORTS = ("rate", "connections", "rejected", "failed", "bytes", "name")
 _MOST_SHOWN = 500
 _WIDE = 110
-"""Columns of a terminal in which frontends are shown."""
+"""Columns that a terminal must have to show frontends."""
 _WIDTH_OF_FILES = 160
 _KEYS = "q quit   s order   / filter   space pause   e endpoints"
 
 
 def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
-    """Print one look. Raises RequestRefused or NoProxy."""
+    """Print the traffic once. Raises RequestRefused or NoProxy."""
     found = _ask(sort, search, count)
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -44,7 +47,7 @@ def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
 
 @dataclass
 class View:
-    """The choices of the person at the terminal."""
+    """The settings that keys change."""
 
     sort: str
     search: str
@@ -53,7 +56,7 @@ class View:
     typing: bool = False
 
     def press(self, key: str) -> bool:
-        """Do what a pressed key asks for. Return False for the key that quits."""
+        """Handle a key. Return False if it quits."""
         if self.typing:
             if key in "\r\n\x1b":
                 self.typing = False
@@ -77,7 +80,7 @@ class View:
 
 
 def watch(sort: str, search: str, seconds: float) -> None:
-    """Show traffic until a key quits, read every *seconds*. Raises RequestRefused or NoProxy."""
+    """Show traffic until a key quits. Refresh it every *seconds*. Raises RequestRefused or NoProxy."""
     from rich.console import Console
     from rich.live import Live
 
@@ -101,7 +104,7 @@ def watch(sort: str, search: str, seconds: float) -> None:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Deliver keys at once instead of lines."""
+    """Deliver each key at once, not only whole lines."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -153,7 +156,7 @@ def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) 
 
 
 def _bytes(row: Mapping[str, Any]) -> str:
-    """Return the bytes of both directions, such as ``1.5 MB``; "-" without any, as if none are counted."""
+    """Return the bytes of both directions, such as ``1.5 MB``; "-" for 0, also if bytes are not counted."""
     number: float = row["bytes_to_endpoint"] + row["bytes_from_endpoint"]
     if not number:
         return "-"
@@ -162,3 +165,26 @@ def _bytes(row: Mapping[str, Any]) -> str:
     while number >= 1000 and unit != "TB":
         number, unit = number / 1000, next(units)
     return f"{float(f'{number:.3g}'):g} {unit}"
+
+
+@click.command("top", cls=FlagCommand)
+@click.option("--once", "only_once", is_flag=True, help="Print once and exit, also on a terminal.")
+@click.option("--sort", type=click.Choice(SORTS), default="rate", show_default=True,
+              help="Column to sort by.")
+@click.option("--filter", "search", metavar="WORDS", default="",
+              help="Only service ports whose names contain these words.")
+@click.option("--count", metavar="N", type=click.IntRange(1), default=50, show_default=True,
+              help="Maximum number of service ports that --once prints.")
+@click.option("--interval", metavar="SECONDS", type=click.FloatRange(0.5, 3600), default=2, show_default=True,
+              help="Interval between refreshes.")
+@TEXT_OR_JSON
+def command(only_once: bool, sort: str, search: str, count: int, interval: float, output: str) -> None:
+    """Show the traffic of each Service, live.
+
+    The running proxy counts connections if its configuration has kproxy.trafficMetrics: service or endpoint.
+    """
+    with cli_errors():
+        if only_once or output == "json" or not is_terminal():
+            once(sort, search, count, as_json=output == "json")
+        else:
+            watch(sort, search, interval)

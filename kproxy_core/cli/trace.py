@@ -1,4 +1,4 @@
-"""``kproxy trace``."""
+"""``kproxy trace``: what happens to the next packets to a frontend."""
 
 import json
 import os
@@ -9,11 +9,14 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from kproxy_core.app.explain import NoAnswer, Sender
+import click
+
+from kproxy_core.app.explain import NoAnswer, Sender, parse_sender
 from kproxy_core.cli.explain import OUTCOMES, Packets, ask_proxy, explain_objects
-from kproxy_core.cli.options import OBJECTS
-from kproxy_core.cli.terminal import faint, strong
-from kproxy_core.config.flags import Flags
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import faint, show, strong
+from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.addresses import node_addresses
@@ -36,7 +39,7 @@ from kproxy_core.model.service import Destination
 def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None]:
     """Return the answers of ``kproxy explain`` about *target*, and a function that finds dialled frontends.
 
-    None: the mode does not send sockets to endpoints before their first packet.
+    The function is None if the mode never redirects a socket to an endpoint before its first packet.
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
@@ -56,12 +59,12 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
 
 
 class Trace:
-    """The watch for packets to the frontends of *answers*, which are those of ``kproxy explain``."""
+    """Watches for packets to the frontends of *answers*, which are those of ``kproxy explain``."""
 
     def __init__(self, answers: Packets, sender: Sender, dialled: FindDialled | None) -> None:
-        """*dialled* finds the frontends of connections that begin with a packet to an endpoint.
+        """*dialled* finds the frontend of a connection whose first packet is sent to an endpoint.
 
-        None: no connection to a frontend does. Raises NoAnswer without an address to match.
+        It is None if the mode has no such connections. Raises NoAnswer if *sender* is no address.
         """
         if sender.origin is not None:
             raise NoAnswer("FROM must be an address here")
@@ -77,10 +80,10 @@ class Trace:
         self._endpoints, self._at_sockets = endpoints, dialled is not None
         self._texts = RuleTexts()
         self._blind = ""
-        """The reason why rules are not seen, so that drops are not either."""
+        """The reason why rules, and so drops, are not seen; "" if they are."""
 
     def packets(self, *, count: int, seconds: float) -> Iterator[dict[str, Any]]:
-        """Yield what happened to each packet, *count* at most, for *seconds*. Raises HostError."""
+        """Yield the fate of up to *count* packets during *seconds*. Raises HostError."""
         with ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             flows = stack.enter_context(flow_events())
@@ -108,7 +111,7 @@ class Trace:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons why rules were not seen, or not with their texts."""
+        """The reasons why rules were not seen, or are shown without their texts."""
         texts = [f"rules are shown by their handles: {problem}" for problem in self._texts.problems]
         return [self._blind, *texts] if self._blind else texts
 
@@ -135,7 +138,7 @@ class Trace:
         }  # fmt: skip
 
     def _is_relay(self, endpoint: Destination | None) -> bool:
-        """Return whether a process of this node takes the packets, and is no endpoint."""
+        """Return whether the packets go to a process of this node that is no endpoint."""
         if endpoint is None or endpoint in self._endpoints:
             return False
         return is_loopback(endpoint.address) or endpoint.address in self._local
@@ -178,7 +181,7 @@ def _outcome(
 
 
 def formatted(packet: Mapping[str, Any], output: str) -> str:
-    """Return one packet as text or JSON, in one line of JSON."""
+    """Return one packet as text, or as one line of JSON."""
     if output == "json":
         return json.dumps(packet)
     of = f" of {packet['service_port']}" if packet["service_port"] else ""
@@ -200,7 +203,7 @@ def formatted(packet: Mapping[str, Any], output: str) -> str:
 
 
 def _shown(rule: Mapping[str, str]) -> str:
-    """Return the text of a rule, with its verdict where the text does not have it."""
+    """Return the text of a rule, with the verdict if the text has a verdict map instead."""
     return f"{rule['text']} => {rule['verdict']}" if "vmap" in rule["text"] else rule["text"]
 
 
@@ -210,3 +213,37 @@ def _match(answer: Mapping[str, Any], source: Address | None) -> Match:
     of_node = frontend is not None and frontend["kind"] == "node port"
     return Match(
         family_of(destination), None if of_node else destination, Protocol[answer["protocol"]], port, source)
+
+
+@click.command("trace", cls=FlagCommand)
+@click.argument("target", metavar="TO")
+@click.argument("sender", metavar="[FROM]", default="")
+@click.option("--count", metavar="N", type=click.IntRange(1), default=10, show_default=True,
+              help="Exit after N packets.")
+@click.option("--seconds", metavar="SECONDS", type=click.FloatRange(0.1, 3600), default=30, show_default=True,
+              help="Exit after SECONDS.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(target: str, sender: str, count: int, seconds: float, output: str, **options: Any) -> int:
+    """Watch the next packets to a Service, and show what happens to each.
+
+    TO is as for `kproxy explain`, FROM an address. Shows only the first packets of connections, at most 50
+    per second. With -o json, each packet is one line. Exit status: 0 if a packet was seen, else 1.
+    """
+    seen = 0
+    watch: Trace | None = None
+    try:
+        with cli_errors():
+            wanted = parse_sender(sender)
+            answers, dialled = read_answers(target, given(options))
+            watch = Trace(answers, wanted, dialled)
+            for packet in watch.packets(count=count, seconds=seconds):
+                show(formatted(packet, output))
+                seen += 1
+    except KeyboardInterrupt:
+        pass
+    for problem in watch.problems if watch is not None else ():
+        click.echo(f"Warning: {problem}", err=True)
+    if not seen:
+        click.echo(f"no packet to {target} was seen in {seconds:g} s", err=True)
+    return 0 if seen else 1

@@ -1,4 +1,4 @@
-"""``kproxy verify --traffic``."""
+"""``kproxy verify --traffic``: TCP connections to every frontend, and the endpoints that they reach."""
 
 import contextlib
 import errno
@@ -10,19 +10,23 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import click
+
 from kproxy_core.app.control import send_request
 from kproxy_core.app.explain import ANSWERED, HUNG, REFUSED, Attempt, Dialled, connections, is_settled, result
-from kproxy_core.cli.diff import DIFFERENT, SAME
-from kproxy_core.cli.options import OBJECTS
-from kproxy_core.cli.terminal import bad, good, hint
-from kproxy_core.config.flags import Flags
-from kproxy_core.linux.conntrack import FlowEvent
+from kproxy_core.cli.diff import DIFFERENT, SAME, UNCLEAR
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import bad, good, hint, show, show_answer
+from kproxy_core.config.flags import RULES, SOURCES, Flags
+from kproxy_core.linux.conntrack import FlowEvent, flow_events
+from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.netlink import Announcements
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.model.timing import TokenBucket
 
-# TCP connections to frontends, opened at a limited rate and closed at once.
+Found = Mapping[str, Any]
 
 _Local = tuple[Address, int]
 
@@ -37,15 +41,18 @@ class _Connection(NamedTuple):
 
 
 class Connector:
-    """Opens connections to targets; see `kproxy_core.app.explain.expectation`."""
+    """Opens TCP connections to targets at a limited rate, and closes them at once.
+
+    See `kproxy_core.app.explain.expectation` for the targets.
+    """
 
     def __init__(
         self, targets: Sequence[Dialled], events: Announcements[FlowEvent] | None, *,
         rate: float, most: int, timeout: float,
     ) -> None:
-        """Open *rate* connections a second, *most* for each target. *timeout*: seconds until one hangs.
+        """Open *rate* connections per second, at most *most* to each target. *timeout* in seconds.
 
-        Without *events* of the connection tracking, endpoints are not known.
+        Without *events* of connection tracking, endpoints are unknown.
         """
         self._targets = targets
         self._events = events
@@ -114,13 +121,8 @@ def _result(code: int) -> str:
     return REFUSED if code in _REFUSALS else os.strerror(code).lower()
 
 
-# ``kproxy verify --traffic``.
-
-Found = Mapping[str, Any]
-
-
 def read_targets(flags: Flags, service: str) -> Found:
-    """Return the mode, and what connections of this node should do at each TCP frontend.
+    """Return the mode, and the expected results of connections from this node to each TCP frontend.
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
@@ -137,14 +139,9 @@ def read_targets(flags: Flags, service: str) -> Found:
 
 
 def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Found, str]:
-    """Open the connections. Return the results, and the reason why endpoints are unknown, if they are."""
-    from contextlib import ExitStack
-
-    from kproxy_core.linux.conntrack import flow_events
-    from kproxy_core.linux.errors import HostError
-
+    """Open the connections. Return the results, and the reason if endpoints are unknown, else ""."""
     targets, problem = found["targets"], ""
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         events = None
         try:
             events = stack.enter_context(flow_events(only_new=True))
@@ -191,3 +188,43 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
         yield hint(f"  not chosen in {frontend['connections']} connections: {', '.join(missed)}")
     for problem in frontend["problems"]:
         yield f"  {bad(problem)}"
+
+
+@click.command("verify", cls=FlagCommand)
+@click.option("--traffic", is_flag=True, help="Required: open connections. `kproxy diff` opens none.")
+@click.option("--service", metavar="[NAMESPACE/]NAME[:PORT NAME]", default="",
+              help="Only the frontends of this Service or service port.")
+@click.option("--rate", metavar="N", type=click.FloatRange(0.1, 10_000), default=50, show_default=True,
+              help="Connections per second.")
+@click.option("--connections", metavar="N", type=click.IntRange(1), default=50, show_default=True,
+              help="Maximum number of connections to one frontend.")
+@click.option("--timeout", metavar="SECONDS", type=click.FloatRange(0.1, 60), default=2, show_default=True,
+              help="Timeout of a connection attempt.")
+@click.option("--dry-run", is_flag=True, help="Only list the connections that would be opened.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(
+    traffic: bool, service: str, rate: float, connections: int, timeout: float, dry_run: bool, output: str,
+    **options: Any,
+) -> int:
+    """Connect to every Service by TCP, and report which endpoints answer.
+
+    The connections are opened by this node to each frontend, and closed at once: no data is sent. Exit
+    status: 0 if all do what the plans say, 1 if some do not, 2 if that is unclear.
+
+    The plans are those of the running proxy. With --manifests, --kubeconfig, --master or --config, they are
+    made from those objects; the rules may be those of a kube-proxy.
+    """
+    if not traffic:
+        raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
+    with cli_errors(UNCLEAR):
+        found = read_targets(given(options), service)
+    if dry_run:
+        for line in announced(found, connections, rate):
+            show(line)
+        return 0
+    results, problem = verify(found, rate=rate, most=connections, timeout=timeout)
+    if problem:
+        click.echo(f"Warning: {problem}", err=True)
+    show_answer(results, output, as_text)
+    return status_of(results)

@@ -54,7 +54,7 @@ NO_EFFECT = {
 """Fields that are accepted and checked, but change nothing, with the reason."""
 
 OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
-"""By mode, the fields outside of its section that are options of this mode (kube-proxy 1.25)."""
+"""The fields outside of a mode's section that are its options, as in kube-proxy 1.25, by mode."""
 
 _PREVIOUS_MINOR = "1.35"
 

@@ -1,7 +1,7 @@
 """The configuration file: KubeProxyConfiguration ``kubeproxy.config.k8s.io/v1alpha1``, decoded.
 
-Field names, types and defaults are kube-proxy 1.36's. Whether values make sense together is
-judged in `kproxy_core.config.settings`; here a value only has to be of its field's type.
+Field names, types and defaults are those of kube-proxy 1.36. Decoding checks only the types of values; their
+rules are in `kproxy_core.config.check` and `kproxy_core.config.settings`.
 """
 
 import re
@@ -77,7 +77,7 @@ class Logging(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class Conntrack(_Section, frozen=True, kw_only=True, rename="camel"):
-    """Connection tracking limits. 0 leaves the kernel's setting; ``max_per_core`` 0 leaves the limits."""
+    """Limits and timeouts of connection tracking. 0 in a timeout or ``max_per_core`` keeps the kernel's."""
 
     max_per_core: Int32 = 32768
     min: Int32 = 131072
@@ -144,7 +144,7 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     mode_fallback: str = "auto"
     """``auto``: another mode may serve if this machine lacks what the mode needs; ``never``: none may."""
     own_tables: str = "auto"
-    """``auto``: only kproxy can change its tables, where the kernel has that; ``never``: any process can."""
+    """``auto``: only kproxy can change its tables, where the kernel supports it; ``never``: others can."""
     exclusive: bool = False
     """Exit instead of standing by while another kproxy serves this network namespace."""
     live_mode_switch: bool = False
@@ -152,13 +152,13 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     switch_modes: tuple[str, ...] = ()
     """Modes besides `mode` for which ``--init-only`` sets sysctls and loads modules."""
     plugins: tuple[str, ...] = ()
-    """Plugins to load, by name or module, and ``no:NAME`` for those to block; the last word
-    about a plugin counts."""
+    """Plugins to load, by name or module, and ``no:NAME`` for those to block. The last entry for a plugin
+    counts."""
     traffic_metrics: str | bool = "off"
     """``off``, ``service`` or ``endpoint``: the detail with which connections are counted. YAML reads a plain
     ``off`` as false, which means the same."""
     max_series: Int32 = 10_000
-    """Most series of traffic metrics; all others are summed up in one."""
+    """Maximum number of series of traffic metrics; all others are added up in one."""
     backend_options: dict[str, dict[str, Any]] = {}
     """Options of backends without a section in kube-proxy's format, by mode."""
 
@@ -266,7 +266,7 @@ class _Found:
         self.notices: list[str] = []
 
     def section(self, kind: type[_S], raw: Mapping[object, object], path: str) -> _S:
-        """Return the section *raw* at *path* (ending in a dot), with all its valid fields."""
+        """Decode the section *raw*. *path* leads to it, and ends in a dot unless it is empty."""
         fields = {f.encode_name: f for f in msgspec.structs.fields(kind)}
         values: dict[str, object] = {}
         for name, value in raw.items():
@@ -295,7 +295,7 @@ class _Found:
             try:
                 return json.loads(text, object_pairs_hook=self._pairs)
             except ValueError:
-                self.notices.clear()  # YAML in braces, then
+                self.notices.clear()  # not JSON, but YAML in braces
         import yaml
 
         found = self

@@ -1,7 +1,7 @@
-"""The flags of the command line: names, the fields they stand for, and when they apply.
+"""The flags of the command line: their names, help texts and defaults, and the fields that they set.
 
-Names, meanings and defaults are kube-proxy 1.36's, and those of older releases that manifests
-still carry. The standard library only: ``--help`` and ``--version`` answer at once.
+Names, meanings and defaults are those of kube-proxy 1.36. Flags of its older releases are accepted, because
+manifests still use them. Imports the standard library only, so that ``--help`` and ``--version`` are fast.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ class Flag(NamedTuple):
     name: str
     metavar: str
     """"": a switch, which may be given as ``--name`` or ``--name=false``."""
-    help: str
+    help: str = ""
+    """"": ``--help`` does not show it."""
     fields: tuple[str, ...] = ()
     """The fields of the file that it sets."""
     beside_a_file: bool = False
@@ -24,6 +25,8 @@ class Flag(NamedTuple):
     """Given several times, the values are joined by commas."""
     no_effect: str = ""
     """The reason why it changes nothing; "" if it does."""
+    default: str = ""
+    """The value that ``--help`` shows as the default; "": none, or the help tells it."""
 
     @property
     def parameter(self) -> str:
@@ -34,129 +37,184 @@ class Flags(dict[str, str]):
     """The flags that were given, as text: parameter name (``cluster_cidr``) to value."""
 
 
+_KERNELS = "0s keeps the kernel's."
+
 RULES = (
-    Flag("config", "FILE", "A KubeProxyConfiguration; replaces most flags.", beside_a_file=True),
-    Flag("mode", "MODE", "The backend: see `kproxy modes`. Wins over the file.", ("mode",), True),
-    Flag("mode-fallback", "WHEN", "Where MODE does not work: auto, another may serve; never: end.",
-         ("kproxy.modeFallback",), True),
-    Flag("exclusive", "", "Exit instead of standing by while another kproxy serves here.",
-         ("kproxy.exclusive",), True),
-    Flag("manifests", "DIR", "Read Services and endpoints from files in DIR.", ("kproxy.manifests",), True),
-    Flag("hostname-override", "NAME", "This node's name, if not the machine's.", ("hostnameOverride",), True),
-    Flag("bind-address", "IP", "The node's own address, if not its Node object's.", ("bindAddress",)),
-    Flag("detect-local-mode", "HOW", "ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix.",
-         ("detectLocalMode",)),
-    Flag("cluster-cidr", "CIDRS", "Networks of the pods, one of each IP family.", ("clusterCIDR",)),
-    Flag("pod-bridge-interface", "NAME", "For BridgeInterface.", ("detectLocal.bridgeInterface",)),
-    Flag("pod-interface-name-prefix", "PREFIX", "For InterfaceNamePrefix.",
-         ("detectLocal.interfaceNamePrefix",)),
-    Flag("nodeport-addresses", "CIDRS", "Networks of node ports, or `primary`.", ("nodePortAddresses",),
-         repeats=True),
-    Flag("masquerade-all", "", "Masquerade all traffic to Services.",
+    Flag("config", "FILE", "Configuration file, a KubeProxyConfiguration in YAML or JSON. It replaces most "
+         "other flags, which are then ignored with a warning.", beside_a_file=True),
+    Flag("mode", "MODE", "Proxy mode: the backend that programs this node; `kproxy modes` lists them. "
+         "Overrides the configuration file. By default, the preferred mode that works on this machine.",
+         ("mode",), True),
+    Flag("mode-fallback", "auto|never", "What to do if the mode does not work on this machine: serve in "
+         "another one (auto), or exit (never).", ("kproxy.modeFallback",), True, default="auto"),
+    Flag("exclusive", "", "Exit if another kproxy serves this network namespace, instead of standing by to "
+         "take over.", ("kproxy.exclusive",), True),
+    Flag("manifests", "DIR", "Read the Kubernetes objects from the YAML and JSON files in DIR instead of "
+         "from an API server.", ("kproxy.manifests",), True),
+    Flag("hostname-override", "NAME", "Name of this node. By default, the machine's host name.",
+         ("hostnameOverride",), True),
+    Flag("bind-address", "IP", "IP address of this node; its family becomes the primary one. If "
+         "unspecified (0.0.0.0 or ::), the address is taken from the Node object.",
+         ("bindAddress",), default="0.0.0.0"),
+    Flag("detect-local-mode", "METHOD", "How to recognize traffic from pods of this node: ClusterCIDR, "
+         "NodeCIDR, BridgeInterface or InterfaceNamePrefix.", ("detectLocalMode",), default="ClusterCIDR"),
+    Flag("cluster-cidr", "CIDRS", "Network of the cluster's pods, or one for each IP family, separated by "
+         "a comma. For --detect-local-mode=ClusterCIDR.", ("clusterCIDR",)),
+    Flag("pod-bridge-interface", "NAME", "Bridge that connects the pods of this node. Required by "
+         "--detect-local-mode=BridgeInterface.", ("detectLocal.bridgeInterface",)),
+    Flag("pod-interface-name-prefix", "PREFIX", "Start of the names of this node's pod interfaces, such as "
+         "veth. Required by --detect-local-mode=InterfaceNamePrefix.", ("detectLocal.interfaceNamePrefix",)),
+    Flag("nodeport-addresses", "CIDRS", "Addresses of this node that serve node ports: CIDRs separated by "
+         "commas, or `primary` for those of the Node object. By default, primary in nftables and ebpf "
+         "mode, and all addresses in other modes.", ("nodePortAddresses",), repeats=True),
+    Flag("masquerade-all", "", "Masquerade all traffic to cluster IPs, that of local pods included.",
          ("iptables.masqueradeAll", "nftables.masqueradeAll")),
-    Flag("iptables-masquerade-bit", "N", "Bit of the packet mark for masquerading, 0 to 31.",
-         ("iptables.masqueradeBit",)),
-    Flag("iptables-localhost-nodeports", "", "Serve node ports on localhost (IPv4, iptables mode).",
-         ("iptables.localhostNodePorts",)),
-    Flag("iptables-sync-period", "TIME", "Between full syncs, e.g. 30s; for every mode but ipvs.",
-         ("iptables.syncPeriod", "nftables.syncPeriod")),
-    Flag("iptables-min-sync-period", "TIME", "Between any two syncs; for every mode but ipvs.",
+    Flag("iptables-masquerade-bit", "N", "Bit of the packet mark that requests masquerading, 0 to 31. Not "
+         "used in nftables and ebpf mode.", ("iptables.masqueradeBit",), default="14"),
+    Flag("iptables-localhost-nodeports", "", "Serve IPv4 node ports on loopback addresses in iptables "
+         "mode; =false turns this off.", ("iptables.localhostNodePorts",), default="true"),
+    Flag("iptables-sync-period", "DURATION", "Interval between full syncs, in every mode but ipvs.",
+         ("iptables.syncPeriod", "nftables.syncPeriod"), default="30s"),
+    Flag("iptables-min-sync-period", "DURATION", "Minimum interval between syncs, in every mode but ipvs. "
+         "By default, and with 0s, the pause depends on the CPU time that a sync takes.",
          ("iptables.minSyncPeriod", "nftables.minSyncPeriod")),
-    Flag("ipvs-sync-period", "TIME", "Between full syncs in ipvs mode.", ("ipvs.syncPeriod",)),
-    Flag("ipvs-min-sync-period", "TIME", "Between any two syncs in ipvs mode.", ("ipvs.minSyncPeriod",)),
-    Flag("ipvs-scheduler", "NAME", "For ipvs mode; without it rr.", ("ipvs.scheduler",)),
-    Flag("ipvs-exclude-cidrs", "CIDRS", "Virtual servers there are left alone.", ("ipvs.excludeCIDRs",),
-         repeats=True),
-    Flag("ipvs-strict-arp", "", "Set arp_ignore to 1 and arp_announce to 2.", ("ipvs.strictARP",)),
-    Flag("ipvs-tcp-timeout", "TIME", "Of idle TCP connections; 0: the kernel's.", ("ipvs.tcpTimeout",)),
-    Flag("ipvs-tcpfin-timeout", "TIME", "After a FIN; 0: the kernel's.", ("ipvs.tcpFinTimeout",)),
-    Flag("ipvs-udp-timeout", "TIME", "Of UDP flows; 0: the kernel's.", ("ipvs.udpTimeout",)),
-    Flag("userspace-listen", "IP", "Mode userspace: bind the Services' ports here; needs no privileges.",
-         ("kproxy.backendOptions.userspace.listen",), True),
-    Flag("feature-gates", "GATE=BOOL", "Features on or off.", ("featureGates",), repeats=True),
-    Flag("plugin", "PLUGIN", "Load a plugin, by name or module; no:NAME keeps one out.",
+    Flag("ipvs-sync-period", "DURATION", "Interval between full syncs in ipvs mode.",
+         ("ipvs.syncPeriod",), default="30s"),
+    Flag("ipvs-min-sync-period", "DURATION", "Minimum interval between syncs in ipvs mode, as "
+         "--iptables-min-sync-period in the others.", ("ipvs.minSyncPeriod",)),
+    Flag("ipvs-scheduler", "NAME", "Scheduler of the virtual servers, such as rr, lc or sh. By default, "
+         "rr.", ("ipvs.scheduler",)),
+    Flag("ipvs-exclude-cidrs", "CIDRS", "Networks, separated by commas, whose virtual servers belong to "
+         "other tools and are never deleted.", ("ipvs.excludeCIDRs",), repeats=True),
+    Flag("ipvs-strict-arp", "", "Set the sysctls arp_ignore to 1 and arp_announce to 2, so that an "
+         "interface answers ARP requests for its own addresses only.", ("ipvs.strictARP",)),
+    Flag("ipvs-tcp-timeout", "DURATION", f"Timeout of idle TCP connections. {_KERNELS}", ("ipvs.tcpTimeout",),
+         default="0s"),
+    Flag("ipvs-tcpfin-timeout", "DURATION", f"Timeout of TCP connections after a FIN. {_KERNELS}",
+         ("ipvs.tcpFinTimeout",), default="0s"),
+    Flag("ipvs-udp-timeout", "DURATION", f"Timeout of idle UDP flows. {_KERNELS}", ("ipvs.udpTimeout",),
+         default="0s"),
+    Flag("userspace-listen", "IP", "Bind the ports of Services at this address in userspace mode, without "
+         "rules and without privileges.", ("kproxy.backendOptions.userspace.listen",), True),
+    Flag("feature-gates", "GATE=BOOL", "Feature gates, separated by commas, such as "
+         "AllowServiceExternalIPs=false.", ("featureGates",), repeats=True),
+    Flag("plugin", "PLUGIN", "Load a plugin, given by name or module; no:NAME blocks one. May be repeated.",
          ("kproxy.plugins",), True, repeats=True),
 )
 """Flags that affect the rules."""
 
 PROCESS = (
-    Flag("write-config-to", "FILE", "Write the configuration in effect, and exit.", beside_a_file=True),
-    Flag("cleanup", "", "Remove all rules of all modes, and exit.", beside_a_file=True),
-    Flag("dry-run", "", "With --cleanup: only say what would be removed.", beside_a_file=True),
-    Flag("own-only", "", "With --cleanup: leave what a running kube-proxy may use.", beside_a_file=True),
-    Flag("init-only", "", "Do what needs all privileges, and exit.", beside_a_file=True),
-    Flag("version", "", "Print the version and exit; =raw: in detail; =vX.Y.Z: report that one.",
+    Flag("write-config-to", "FILE", "Write the effective configuration to FILE, as a "
+         "KubeProxyConfiguration in YAML, and exit.", beside_a_file=True),
+    Flag("cleanup", "", "Remove the rules of all modes, those of kube-proxy included, and exit.",
          beside_a_file=True),
-    Flag("master", "URL", "The API server.", beside_a_file=True),
-    Flag("kubeconfig", "FILE", "Where the API server is, and the credentials for it.",
-         ("clientConnection.kubeconfig",)),
-    Flag("kube-api-content-type", "TYPE", "JSON is asked for in any case.",
-         ("clientConnection.contentType",)),
-    Flag("kube-api-qps", "N", "Requests to the API server for each second.", ("clientConnection.qps",)),
-    Flag("kube-api-burst", "N", "Requests that may be made at once.", ("clientConnection.burst",)),
-    Flag("config-sync-period", "TIME", "Has no effect: watches need no resync.", ("configSyncPeriod",)),
-    Flag("healthz-bind-address", "IP:PORT", "For health checks.", ("healthzBindAddress",)),
-    Flag("metrics-bind-address", "IP:PORT", "For metrics.", ("metricsBindAddress",)),
-    Flag("bind-address-hard-fail", "", "End if the health or metrics server can't listen.",
-         ("bindAddressHardFail",)),
-    Flag("profiling", "", "Debugging endpoints on the metrics server.", ("enableProfiling",)),
-    Flag("show-hidden-metrics-for-version", "VERSION", "The previous minor version; none are hidden.",
-         ("showHiddenMetricsForVersion",)),
-    Flag("oom-score-adj", "N", "For this process, -1000 to 1000.", ("oomScoreAdj",)),
-    Flag("conntrack-max-per-core", "N", "Tracked connections for each CPU; 0: leave the limit.",
-         ("conntrack.maxPerCore",)),
-    Flag("conntrack-min", "N", "Tracked connections at least.", ("conntrack.min",)),
-    Flag("conntrack-tcp-timeout-established", "TIME", "Of idle TCP connections; 0: the kernel's.",
-         ("conntrack.tcpEstablishedTimeout",)),
-    Flag("conntrack-tcp-timeout-close-wait", "TIME", "In CLOSE_WAIT; 0: the kernel's.",
-         ("conntrack.tcpCloseWaitTimeout",)),
-    Flag("conntrack-tcp-be-liberal", "", "Do not take packets outside the TCP window for invalid.",
+    Flag("dry-run", "", "With --cleanup: only list what would be removed.", beside_a_file=True),
+    Flag("own-only", "", "With --cleanup: keep everything that a running kube-proxy may use.",
+         beside_a_file=True),
+    Flag("init-only", "", "Do only what needs full privileges, such as setting sysctls and loading kernel "
+         "modules, and exit.", beside_a_file=True),
+    Flag("version", "", "Print the version and exit; =raw prints details. With =vX.Y.Z, run the proxy and "
+         "report this version at /statusz.", beside_a_file=True),
+    Flag("master", "URL", "URL of the API server. Overrides the one in the kubeconfig.", beside_a_file=True),
+    Flag("kubeconfig", "FILE", "Kubeconfig file with the address of the API server and the credentials for "
+         "it. Without one, a pod uses its service account.", ("clientConnection.kubeconfig",)),
+    Flag("kube-api-content-type", "TYPE", fields=("clientConnection.contentType",)),
+    Flag("kube-api-qps", "N", "Sustained rate of requests to the API server, in requests per second. A "
+         "negative rate sets no limit.", ("clientConnection.qps",), default="5"),
+    Flag("kube-api-burst", "N", "Number of requests to the API server that may be sent at once, above "
+         "--kube-api-qps.", ("clientConnection.burst",), default="10"),
+    Flag("config-sync-period", "DURATION", fields=("configSyncPeriod",)),
+    Flag("healthz-bind-address", "IP:PORT", "Listening address of the health check server.",
+         ("healthzBindAddress",), default="0.0.0.0:10256"),
+    Flag("metrics-bind-address", "IP:PORT", "Listening address of the metrics server.",
+         ("metricsBindAddress",), default="127.0.0.1:10249"),
+    Flag("bind-address-hard-fail", "", "Exit if the health check or metrics server cannot listen, instead "
+         "of retrying.", ("bindAddressHardFail",)),
+    Flag("profiling", "", "Serve profiles and other debugging pages below /debug/ on the metrics server.",
+         ("enableProfiling",)),
+    Flag("show-hidden-metrics-for-version", "VERSION", fields=("showHiddenMetricsForVersion",)),
+    Flag("oom-score-adj", "N", "OOM score adjustment of the process, -1000 to 1000.",
+         ("oomScoreAdj",), default="-999"),
+    Flag("conntrack-max-per-core", "N", "Maximum number of tracked connections per CPU. 0 keeps the "
+         "kernel's limit, whatever --conntrack-min.", ("conntrack.maxPerCore",), default="32768"),
+    Flag("conntrack-min", "N", "Lower bound of the maximum that --conntrack-max-per-core gives.",
+         ("conntrack.min",), default="131072"),
+    Flag("conntrack-tcp-timeout-established", "DURATION", f"Timeout of idle TCP connections. {_KERNELS}",
+         ("conntrack.tcpEstablishedTimeout",), default="24h"),
+    Flag("conntrack-tcp-timeout-close-wait", "DURATION",
+         f"Timeout of TCP connections in CLOSE_WAIT. {_KERNELS}",
+         ("conntrack.tcpCloseWaitTimeout",), default="1h"),
+    Flag("conntrack-tcp-be-liberal", "", "Do not treat TCP packets outside the window as invalid.",
          ("conntrack.tcpBeLiberal",)),
-    Flag("conntrack-udp-timeout", "TIME", "Of UDP without an answer; 0: the kernel's.",
-         ("conntrack.udpTimeout",)),
-    Flag("conntrack-udp-timeout-stream", "TIME", "Of UDP with answers; 0: the kernel's.",
-         ("conntrack.udpStreamTimeout",)),
-    Flag("v", "N", "Log more: 2 shows each sync.", ("logging.verbosity",), True),
-    Flag("vmodule", "PATTERN=N", "Has no effect: it names kube-proxy's source files.", ("logging.vmodule",),
-         True, repeats=True),
-    Flag("logging-format", "FORMAT", "Of the log lines: text or json.", ("logging.format",), True),
-    Flag("log-flush-frequency", "TIME", "Has no effect: each line is written at once.",
-         ("logging.flushFrequency",), True),
-    Flag("log-text-split-stream", "", "Has no effect: the log is standard error.",
-         ("logging.options.text.splitStream",), True),
-    Flag("log-json-split-stream", "", "Has no effect, as --log-text-split-stream.",
-         ("logging.options.json.splitStream",), True),
-    Flag("log-text-info-buffer-size", "SIZE", "Has no effect: nothing is buffered.",
-         ("logging.options.text.infoBufferSize",), True),
-    Flag("log-json-info-buffer-size", "SIZE", "Has no effect: nothing is buffered.",
-         ("logging.options.json.infoBufferSize",), True),
+    Flag("conntrack-udp-timeout", "DURATION", f"Timeout of UDP flows without a reply. {_KERNELS}",
+         ("conntrack.udpTimeout",), default="0s"),
+    Flag("conntrack-udp-timeout-stream", "DURATION", f"Timeout of UDP flows with replies. {_KERNELS}",
+         ("conntrack.udpStreamTimeout",), default="0s"),
+    Flag("v", "N", "Verbosity of the log. 2 also logs each sync; higher values log more.",
+         ("logging.verbosity",), True, default="0"),
+    Flag("vmodule", "PATTERN=N", "", ("logging.vmodule",), True, repeats=True),
+    Flag("logging-format", "FORMAT", "Format of the log: text or json.",
+         ("logging.format",), True, default="text"),
+    Flag("log-flush-frequency", "DURATION", "", ("logging.flushFrequency",), True),
+    Flag("log-text-split-stream", "", "", ("logging.options.text.splitStream",), True),
+    Flag("log-json-split-stream", "", "", ("logging.options.json.splitStream",), True),
+    Flag("log-text-info-buffer-size", "SIZE", "", ("logging.options.text.infoBufferSize",), True),
+    Flag("log-json-info-buffer-size", "SIZE", "", ("logging.options.json.infoBufferSize",), True),
 )
-"""Flags that affect the process."""
-
-_LOG_FILES = "the log is standard error"
-_LOG_HEADS = "each line begins with its time and level"
+"""Flags that affect the process. Those without a help text have no effect, see `config.check`."""
 
 SOURCES = tuple(flag for flag in PROCESS if flag.name in ("master", "kubeconfig"))
 """Flags that say where an API server is."""
 
+_LOG_FILES = "the log is standard error"
+_LOG_HEADS = "each line begins with its time and level"
+
 OLDER = (
-    Flag("healthz-port", "N", "0: no health server; else for a --healthz-bind-address without a port."),
-    Flag("metrics-port", "N", "For a --metrics-bind-address without a port."),
-    Flag("cleanup-ipvs", "", "=false with --cleanup: leave the rules of that mode.", beside_a_file=True),
+    # 0 disables the health server. Else these complete a --healthz-bind-address or --metrics-bind-address
+    # without a port.
+    Flag("healthz-port", "N"),
+    Flag("metrics-port", "N"),
+    Flag("cleanup-ipvs", "", beside_a_file=True),  # With =false, --cleanup keeps the rules of that mode.
     Flag("proxy-port-range", "RANGE", "", ("portRange",)),
-    Flag("udp-timeout", "TIME", "", ("kproxy.backendOptions.userspace.udpIdleTimeout",)),
-    Flag("resource-container", "NAME", "", no_effect="the container runtime sets the cgroup"),
-    Flag("machine-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),
-    Flag("boot-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),
-    *(Flag(name, "", "", beside_a_file=True, no_effect=_LOG_FILES)
+    Flag("udp-timeout", "DURATION", "", ("kproxy.backendOptions.userspace.udpIdleTimeout",)),
+    Flag("resource-container", "NAME", no_effect="the container runtime sets the cgroup"),
+    Flag("machine-id-file", "FILES", no_effect="nothing reads it", repeats=True),
+    Flag("boot-id-file", "FILES", no_effect="nothing reads it", repeats=True),
+    *(Flag(name, "", beside_a_file=True, no_effect=_LOG_FILES)
       for name in ("logtostderr", "alsologtostderr", "one-output")),
-    *(Flag(name, "VALUE", "", beside_a_file=True, no_effect=_LOG_FILES)
+    *(Flag(name, "VALUE", beside_a_file=True, no_effect=_LOG_FILES)
       for name in ("log-dir", "log-file", "log-file-max-size", "stderrthreshold")),
-    *(Flag(name, "", "", beside_a_file=True, no_effect=_LOG_HEADS)
+    *(Flag(name, "", beside_a_file=True, no_effect=_LOG_HEADS)
       for name in ("skip-headers", "skip-log-headers", "add-dir-header")),
-    Flag("log-backtrace-at", "WHERE", "", beside_a_file=True, no_effect="it names kube-proxy's source files"),
+    Flag("log-backtrace-at", "WHERE", beside_a_file=True, no_effect="it names kube-proxy's source files"),
 )
-"""Flags accepted for old manifests, and not shown by ``--help``."""
+"""Flags accepted for old manifests."""
+
+COMMON = (
+    "mode", "config", "manifests", "kubeconfig", "master", "hostname-override", "v", "cleanup", "dry-run",
+    "own-only", "version",
+)  # fmt: skip
+"""The flags that ``--help`` shows first."""
+
+GROUPS = {
+    "kube-proxy options: node and traffic": (
+        "bind-address", "nodeport-addresses", "detect-local-mode", "cluster-cidr", "pod-bridge-interface",
+        "pod-interface-name-prefix", "masquerade-all", "iptables-masquerade-bit",
+        "iptables-localhost-nodeports", "iptables-sync-period", "iptables-min-sync-period", "feature-gates"),
+    "kube-proxy options: ipvs mode": (
+        "ipvs-sync-period", "ipvs-min-sync-period", "ipvs-scheduler", "ipvs-exclude-cidrs", "ipvs-strict-arp",
+        "ipvs-tcp-timeout", "ipvs-tcpfin-timeout", "ipvs-udp-timeout"),
+    "kube-proxy options: connection tracking": (
+        "conntrack-max-per-core", "conntrack-min", "conntrack-tcp-timeout-established",
+        "conntrack-tcp-timeout-close-wait", "conntrack-tcp-be-liberal", "conntrack-udp-timeout",
+        "conntrack-udp-timeout-stream"),
+    "kube-proxy options: process and API server": (
+        "healthz-bind-address", "metrics-bind-address", "bind-address-hard-fail", "kube-api-qps",
+        "kube-api-burst", "oom-score-adj", "init-only", "logging-format"),
+    "kproxy options": ("mode-fallback", "exclusive", "plugin", "userspace-listen"),
+    "Debugging options": ("write-config-to", "profiling"),
+}  # fmt: skip
+"""The other flags that ``--help`` shows, by headline."""
 
 ALIASES = {"mode": ("--proxy-mode",), "plugin": ("-p",), "v": ("-v",)}
 """Other names of flags."""
@@ -176,7 +234,11 @@ def truth(text: str) -> bool:
 
 def spared_by_cleanup(flags: Flags) -> tuple[str, ...]:
     """Return the modes whose rules ``--cleanup`` keeps. Raises ValueError."""
-    return () if truth(flags.get("cleanup_ipvs") or "true") else ("ipvs",)
+    given = flags.get("cleanup_ipvs") or "true"
+    try:
+        return () if truth(given) else ("ipvs",)
+    except ValueError as error:
+        raise ValueError(f"--cleanup-ipvs: {given!r}: {error}") from error
 
 
 def version_told(given: str) -> str:

@@ -1,5 +1,6 @@
-"""The effective configuration: flags and file merged into one frozen Config, and written as kube-proxy
-writes it. Errors name the option.
+"""The effective configuration: flags and file, merged, checked, and written as kube-proxy writes it.
+
+Errors and notices name the flag or the field that they are about.
 """
 
 import enum
@@ -27,8 +28,6 @@ from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
 from kproxy_core.model.duration import DefaultDuration, Duration, duration_from
 from kproxy_core.model.node import LONGEST_INTERFACE, NodePortAddresses, is_interface_name
-
-# The merge of flags and file into one document. Messages name the flag that set a field.
 
 
 class Merged(Struct):
@@ -139,7 +138,7 @@ def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> objec
 
 
 def _wanted(refusal: str) -> str:
-    """Return the expectation behind msgspec's *refusal*, in our words."""
+    """Reword msgspec's *refusal*."""
     if refusal.startswith(("Expected `int`", "Expected `float`")):
         return "must be a whole number" if "`int`" in refusal else "must be a number"
     return refusal.replace("`", "")
@@ -161,10 +160,8 @@ def _vmodule(pairs: Iterable[str]) -> Iterable[VModule]:
         yield VModule(file_pattern=pattern, verbosity=int(level))
 
 
-# The effective configuration: flags and file as one frozen Config. Errors name the option.
-
 class DetectLocalMode(enum.Enum):
-    """The way to recognise traffic of this node's pods."""
+    """How traffic from this node's pods is recognized."""
 
     CLUSTER_CIDR = "ClusterCIDR"
     NODE_CIDR = "NodeCIDR"
@@ -207,7 +204,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     masquerade_bit: int
     sync_period: float
     min_sync_period: float
-    """0: syncs are paced by their cost, as where neither file nor flag gives a period."""
+    """0, also if neither file nor flag sets a period: syncs are paced by their cost."""
     client: ClientConnection
     """`client.kubeconfig` is the one to use, from the flag or the file."""
     conntrack: Conntrack
@@ -230,11 +227,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> "Config":
-        """The same settings, wherever they come from."""
+        """The same settings without their sources, to compare."""
         return msgspec.structs.replace(self, option_sources={}, document=KubeProxyConfiguration())
 
     def is_like(self, other: "Config") -> bool:
-        """Compare, except whether a changed mode is followed, and the options of other modes."""
+        """Compare all settings but `live_mode_switch` and the options of other modes."""
         section = msgspec.structs.replace(other.kproxy, live_mode_switch=self.kproxy.live_mode_switch,
                                           backend_options=self.kproxy.backend_options)  # fmt: skip
         return self.effect == msgspec.structs.replace(other.effect, kproxy=section)
@@ -244,9 +241,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     """Return the effective configuration.
 
     As in kube-proxy, a file replaces all flags except those that apply beside it (see
-    `kproxy_core.config.flags`); other given flags get a notice. Unlike there, ``--mode`` wins.
-    Without a mode in either, the settings belong to no mode in particular: resolve again with
-    ``--mode`` once a mode is chosen.
+    `kproxy_core.config.flags`); other flags get a notice. Unlike in kube-proxy, ``--mode`` overrides the
+    file. If neither names a mode, resolve again with ``--mode`` once it is chosen: settings depend on it.
 
     Raises ConfigError with every problem found.
     """
@@ -412,18 +408,16 @@ def _options(document: KubeProxyConfiguration) -> dict[str, tuple[str, object]]:
     return own | {option: (f"kproxy.backendOptions.{mode}.{option}", added[option]) for option in added}
 
 
-# The configuration as kube-proxy 1.36 writes it with ``--write-config-to``, and then our own section.
-
 _LEFT_OUT_IF_EMPTY = frozenset({"featureGates", "splitStream", "vmodule", "windowsRunAsService"})
 _WRITTEN_SECTIONS = ("iptables", "ipvs", "nftables")
 _STRING = "tag:yaml.org,2002:str"
 
 
 def effective(config: Config) -> dict[str, Any]:
-    """Return the content of a file for *config* in plain values.
+    """Return *config* as kube-proxy 1.36 writes it to a file, with our section if it is used.
 
-    Without a mode it names kube-proxy's default. As there, only the section of the mode has
-    periods; a file without a period means the default.
+    A *config* without a mode names kube-proxy's default. As in kube-proxy, only the section of the mode has
+    periods; in the others, 0s means the default.
     """
     plain = _plain(config.document)
     mode = config.mode or "iptables"
@@ -448,7 +442,7 @@ def effective(config: Config) -> dict[str, Any]:
 
 
 def written(config: Config) -> str:
-    import yaml  # expensive, and showing the configuration does not need it
+    import yaml  # expensive, and only needed here
 
     class Dumper(yaml.SafeDumper):
         """Quotes like Go's encoder: with double quotes if plain text would be parsed as another type."""
@@ -494,5 +488,5 @@ def _plain_value(value: object) -> object:
         return [_plain_value(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    # YAML has dates, JSON has not.
+    # YAML has dates, JSON does not.
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -51,30 +51,47 @@ def manifests(tmp_path: Path) -> Path:
 # Answers without a kernel
 
 
-def test_the_version_is_printed_without_heavy_imports() -> None:
+def with_imports(argument: str) -> tuple[str, set[str]]:
+    """Return the output of ``kproxy`` with *argument*, and the modules that it imports."""
     asked = (
-        "import sys, kproxy_core.cli; sys.argv[1:] = ['--version']\n"
+        f"import sys, kproxy_core.cli; sys.argv[1:] = ['{argument}']\n"
         "try: kproxy_core.cli.main()\nexcept SystemExit: print(*sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    version, modules = told.splitlines()
+    *output, modules = told.splitlines()
+    return "\n".join(output), set(modules.split())
+
+
+HEAVY = {"msgspec", "yaml", "pluggy", "nftables", "pyroute2", "kubernetes", "socket", "kproxy_core.model"}
+
+
+def test_help_is_printed_without_heavy_imports() -> None:
+    output, modules = with_imports("--help")
+    assert output.startswith("Usage: ")
+    assert not HEAVY & modules
+    assert "kproxy_core.cli.explain" not in modules
+
+
+def test_the_version_is_printed_without_heavy_imports() -> None:
+    version, modules = with_imports("--version")
     commit = subprocess.run(
         ["git", "-c", "safe.directory=*", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     ).stdout.strip()  # fmt: skip
     assert version == f"kproxy {__version__}" + (f" (commit {commit[:12]})" if commit else "")
-    heavy = {"msgspec", "yaml", "pluggy", "nftables", "pyroute2", "kubernetes", "socket", "kproxy_core.model"}
-    assert not heavy & set(modules.split())
+    assert not HEAVY & modules
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["nonsense"], "No such command 'nonsense'"),
+        (["explian"], "Did you mean one of: 'explain'"),
         (["--no-such-flag"], "No such option '--no-such-flag'"),
         (["--cluster-cdir=10.0.0.0/8"], "Did you mean one of: '--cluster-cidr'"),
         (["--version=latest"], "--version: 'latest': must be true or false"),
         (["--cleanup=perhaps"], "--cleanup: 'perhaps': must be true or false"),
+        (["--cleanup", "--cleanup-ipvs=x"], "--cleanup-ipvs: 'x': must be true or false"),
         (["--write-config-to=/no/such/file"], "--write-config-to: '/no/such/file': No such file"),
         (["--v=loud"], "--v: 'loud': must be a whole number"),
         (["--dry-run"], "--dry-run, --own-only and --output require --cleanup"),

@@ -15,10 +15,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kproxy_core.cli import kproxy
+from kproxy_core.cli.commands import COMMANDS
 from kproxy_core.cli.options import FlagCommand, with_flags
 from kproxy_core.config.check import field_at
 from kproxy_core.config.file import ConfigError, decode, load
-from kproxy_core.config.flags import FLAGS, OLDER, PROCESS, RULES, Flags, spared_by_cleanup, version_told
+from kproxy_core.config.flags import (
+    COMMON,
+    FLAGS,
+    OLDER,
+    PROCESS,
+    RULES,
+    Flag,
+    Flags,
+    spared_by_cleanup,
+    version_told,
+)
 from kproxy_core.config.settings import Config, effective, effective_flags, resolve, written
 from kproxy_core.model.duration import Duration
 from tests.core.golden import golden
@@ -113,10 +124,65 @@ def test_fields_that_mean_nothing_on_linux_are_taken_without_an_effect(tmp_path:
     assert notice.startswith(f"{text.partition(':')[0]} has no effect: ")
 
 
-def test_help_shows_every_flag_of_kube_proxy() -> None:
-    shown = CliRunner().invoke(kproxy, ["-h"]).output
-    older = {flag.name for flag in OLDER}
-    assert {name for name in golden_flags() if f"--{name} " not in shown} <= older
+def shown_by_help(*command: str) -> set[str]:
+    output = CliRunner().invoke(kproxy, [*command, "--help"]).output
+    return set(re.findall(r"^  (?:-\w, )?(?:--mode, )?--([\w-]+)", output, re.MULTILINE))
+
+
+WITHOUT_EFFECT = {
+    "boot-id-file", "config-sync-period", "kube-api-content-type", "log-flush-frequency",
+    "log-json-info-buffer-size", "log-json-split-stream", "log-text-info-buffer-size",
+    "log-text-split-stream", "machine-id-file", "show-hidden-metrics-for-version", "vmodule",
+}  # fmt: skip
+
+
+def test_help_shows_every_flag_that_has_an_effect() -> None:
+    ours = {"dry-run", "exclusive", "manifests", "mode-fallback", "output", "own-only", "plugin",
+            "userspace-listen"}  # fmt: skip
+    assert shown_by_help() == (set(golden_flags()) - WITHOUT_EFFECT) | ours
+
+
+def test_help_groups_the_flags_and_begins_with_the_common_ones() -> None:
+    output = CliRunner().invoke(kproxy, ["--help"]).output
+    places = [output.index(text) for text in (
+        "\nCommon options:\n", "\n  --mode, --proxy-mode MODE ", "\n  --config FILE ", "\n  --cleanup ",
+        "\nkube-proxy options: node and traffic:\n", "\n  --cluster-cidr CIDRS ",
+        "\nkproxy options:\n", "\n  --mode-fallback ", "\nDebugging options:\n", "\n  --profiling ")]
+    assert places == sorted(places)
+
+
+def test_help_of_a_command_shows_its_own_options_and_the_common_flags_first() -> None:
+    shown = shown_by_help("explain")
+    assert {"from", "report", "output"} <= shown
+    assert {"mode" if name == "proxy-mode" else name for name in shown} & set(COMMON) == {
+        "mode", "config", "manifests", "kubeconfig", "master", "hostname-override"}
+    assert "cluster-cidr" not in shown
+
+
+def test_help_breaks_lines_at_blanks_only() -> None:
+    for command in ([], *([name] for name in COMMANDS)):
+        lines = CliRunner().invoke(kproxy, [*command, "--help"], terminal_width=80).output.splitlines()
+        assert lines
+        assert not [line for line in lines if len(line) > 80 or re.search(r"\w-$|default:$", line)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_the_first_sentence_of_each(name: str) -> None:
+    command = kproxy.get_command(click.Context(kproxy), name)
+    assert command is not None
+    assert command.name == name
+    assert (command.help or "").startswith(f"{COMMANDS[name]}\n")
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS.values() if flag.default], ids=lambda flag: flag.name)
+def test_help_tells_the_default_in_effect(flag: Flag) -> None:
+    config = from_flags("--mode=ipvs") if flag.name.startswith("ipvs-") else from_flags()
+    in_effect: Any = effective(config) | {"kproxy": {"modeFallback": config.kproxy.mode_fallback}}
+    for name in flag.fields[0].split("."):
+        in_effect = in_effect[name]
+    shown = Duration.parse(flag.default) if flag.metavar == "DURATION" else flag.default
+    assert str(shown) == text(in_effect)
 
 
 def test_the_configuration_is_written_byte_for_byte_as_kube_proxy_does() -> None:
