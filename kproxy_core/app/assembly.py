@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kproxy_core import __version__
 from kproxy_core.app import preparation
 from kproxy_core.app.control import ControlServer, FollowedFile, answer_requests
-from kproxy_core.app.preparation import doubts, unservable
+from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.config.check import FEATURE_GATES
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config, effective, effective_flags

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kproxy_core.app.preparation import doubts, unservable
+from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.config.file import API_VERSION, decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, resolve
