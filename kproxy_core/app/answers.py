@@ -1,62 +1,54 @@
-"""Answers about the running proxy: for the control socket, the page in the browser, and commands without a
-proxy.
+"""Answers from plans and the kernel: of the running proxy, for its control socket and its page, and of
+commands that have read the objects themselves.
+
+A start imports nothing of this: the first question does.
 """
 
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from kproxy_core.app import verify
+from kproxy_core.app.changes import changes_in_kernel, document
+from kproxy_core.app.errors import NoAnswer
 from kproxy_core.app.explain import (
     Case,
-    NoAnswer,
-    Plans,
+    Json,
+    ReadablePlans,
     answer,
     cases,
-    changes_in_kernel,
     differences,
-    document,
-    expectation,
     packets_to,
     parse_sender,
     parse_target,
     stale,
-    targets,
 )
+from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
 from kproxy_core.contract.registry import Registry
-from kproxy_core.contract.values import BackendSettings, Caveat, Failure, KernelSide, Scope, Update
+from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Update
 from kproxy_core.kube.encode import encode_node, encode_service, encode_service_cidr, encode_slice
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process
 from kproxy_core.linux.addresses import interface_towards
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family, family_of, format_address, format_socket
+from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
-from kproxy_core.modes.switch import ModeSwitch, Terms
-from kproxy_core.observe.health import ProxyHealth
-from kproxy_core.observe.history import SyncHistory
-from kproxy_core.observe.pages import About
-from kproxy_core.observe.traffic import EndpointTotal, Total
+from kproxy_core.modes.settings import ModeSettings
+from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.plans import FamilyPlans
 
-if TYPE_CHECKING:
-    from kproxy_core.observe.traffic import TrafficRecorder
-
-# The running proxy's plans as they were at one moment, so that the loop's thread need not answer.
-
 
 class Snapshot:
-    """The plans of one family. For any thread but the loop's."""
+    """The running proxy's plans of one family at one moment. For any thread but the loop's."""
 
     def __init__(self, loop: Loop, plans: FamilyPlans) -> None:
         """On the loop's thread, for as long as it takes to copy a dictionary."""
@@ -92,32 +84,47 @@ def snapshots(loop: Loop) -> dict[Family, Snapshot]:
     return loop.call(partial(take, loop))
 
 
-# Answers to ``kproxy explain`` and ``kproxy diff``, from the running proxy's plans or from others.
+class PlannedNode(Protocol):
+    """A node's plans, and the backend whose kernel objects they are compared with."""
 
-def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans], *, live: bool) -> list[Case]:
-    """Return the packets that ``to``, ``from`` and ``origin`` in *given* mean. Raises NoAnswer.
+    @property
+    def plans(self) -> Mapping[Family, ReadablePlans]: ...
 
-    *live*: this machine is the node, so that its routes tell the interface of a sender.
-    """
-    sender = parse_sender(str(given.get("from", "")), str(given.get("origin", "")))
-    return cases(plans, parse_target(str(given.get("to", ""))), sender, _interface_towards if live else None)
+    @property
+    def registry(self) -> Registry: ...
+
+    @property
+    def instance(self) -> BackendInstance: ...
+
+    @property
+    def settings_of(self) -> Callable[[str], BackendSettings]:
+        """Returns the settings of each mode."""
 
 
-def explain(
-    given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance, *,
-    live: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
+# What packets do: ``kproxy explain``, ``kproxy diff`` and ``kproxy verify``.
+
+def explain(asked: Explain, node: PlannedNode, *, live: bool) -> Answer:
     """Return an answer for each packet, with the *live* kernel's side or with what a sync would write.
 
     Raises NoAnswer.
     """
-    found = cases_of(given, plans, live=live)
-    return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=live)
+    found = cases_of(asked, node.plans, live=live)
+    caveats = [caveats_of(case, node.registry, node.instance) for case in found]
+    return {"mode": node.instance.mode, "packets": explain_cases(found, node.instance, caveats, live=live)}
 
 
-def answers(
+def cases_of(asked: Explain, plans: Mapping[Family, ReadablePlans], *, live: bool) -> list[Case]:
+    """Return the packets that *asked* means. Raises NoAnswer.
+
+    *live*: this machine is the node, so that its routes tell the interface of a sender.
+    """
+    sender = parse_sender(asked.sender, asked.origin)
+    return cases(plans, parse_target(asked.to), sender, _interface_towards if live else None)
+
+
+def explain_cases(
     found: Sequence[Case], instance: BackendInstance, caveats: Sequence[Sequence[Caveat]], *, live: bool
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return the answers for all packets in *found*. Raises NoAnswer if the kernel cannot be read."""
     sides: dict[int, KernelSide] = {}
     for family in Family:
@@ -144,29 +151,28 @@ def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> lis
     return [caveat for caveat in found if caveat.service_port == question.plan.key]
 
 
-def compare_all(
-    plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance,
-    settings_of: Callable[[str], BackendSettings],
-) -> list[dict[str, Any]]:
-    """Return the differences between the kernel and *plans*, then the leftovers of other modes.
+def diff(node: PlannedNode) -> Answer:
+    """Return the differences between the kernel and the plans, then the leftovers of other modes.
 
     Raises NoAnswer.
     """
-    found: list[dict[str, Any]] = []
-    for family, of_family in plans.items():
+    registry, instance = node.registry, node.instance
+    found: list[Json] = []
+    for family, of_family in node.plans.items():
         found += compare(instance, packets_to(of_family, list(of_family.plans)))
         found += stale(frontends_of(instance, family), of_family)
     used = registry.layers(instance.mode)
     for mode in [description.mode for description in registry.load_all() if description.mode not in used]:
+        left = registry.cleanup(mode, node.settings_of(mode), dry_run=True, own_only=True)
         found += [
             {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
              "difference": f"left {line}"}
-            for line in registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True).removed
+            for line in left.removed
         ]
-    return found
+    return {"mode": instance.mode, "differences": found}
 
 
-def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[dict[str, Any]]:
+def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[Json]:
     """Return the live kernel's deviations for *packets*. Raises NoAnswer."""
     sides = _ask(instance, packets, live=True)
     if sides is None:
@@ -180,19 +186,20 @@ def frontends_of(instance: BackendInstance, family: Family) -> Sequence[Frontend
         return instance.frontends(family) or ()
 
 
-def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[str, Any]]:
-    """Return what connections of the node to the frontends in *found* should do.
+def targets(asked: Targets, node: PlannedNode) -> Answer:
+    """Return what connections of the node to its TCP frontends should do. Raises NoAnswer.
 
     The kernel only tells where the mode deviates by design; where it cannot be read, the plans count.
     """
-    expected: list[dict[str, Any]] = []
+    found = verify.targets(node.plans, asked.service)
+    expected: list[Json] = []
     for family in Family:
         of_family = [case for case in found if case.question.node.family is family]
         sides: Sequence[KernelSide | None] | None = None
         with suppress(NoAnswer):
-            sides = _ask(instance, of_family, live=True)
-        expected += map(expectation, of_family, sides or repeat(None))
-    return expected
+            sides = _ask(node.instance, of_family, live=True)
+        expected += map(verify.expectation, of_family, sides or repeat(None))
+    return {"mode": node.instance.mode, "targets": expected}
 
 
 @contextmanager
@@ -218,9 +225,7 @@ def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> S
         return instance.explain([case.question for case in packets], live=live)
 
 
-# The changes that other objects or another mode would make on this node.
-
-Json = dict[str, Any]
+# The changes that other objects or another mode would make on this node: ``kproxy plan``.
 
 
 def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Json]:
@@ -237,7 +242,7 @@ def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Jso
     return found
 
 
-def changes_from_kernel(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:
+def changes_from_kernel(plans: Mapping[Family, ReadablePlans], instance: BackendInstance) -> list[Json]:
     """Return the changes from the kernel's objects of *instance*'s mode to *plans*. Raises NoAnswer."""
     found: list[Json] = []
     for family, of_family in plans.items():
@@ -248,13 +253,14 @@ def changes_from_kernel(plans: Mapping[Family, FamilyPlans], instance: BackendIn
     return found
 
 
-# The part of a report that the plans and objects make up; see `kproxy_core.cli.report`.
+# The plans and objects of a node: ``kproxy report``.
 
-def described(
-    plans: Mapping[Family, Plans], services: Mapping[ServiceName, Service], slices: Sequence[EndpointSlice],
+def report(
+    node: PlannedNode, services: Mapping[ServiceName, Service], slices: Sequence[EndpointSlice],
     origins: Mapping[ServiceName, str],
-) -> Json:
+) -> Answer:
     """Return objects, plans and the node, so that another machine can plan the same."""
+    plans = node.plans
     views = [of_family.node for of_family in plans.values()]
     own = [view.node_ip for view in views if view.node_ip is not None]
     pods = [view.local_source.cidr for view in views if view.local_source and view.local_source.cidr]
@@ -266,6 +272,7 @@ def described(
     encoded += [encode_slice(piece) for piece in slices]
     addresses = {address for of_family in plans.values() for address in of_family.addresses}
     return {
+        "mode": node.instance.mode,
         "node": {"name": name, "zone": zone, "families": [view.family.label for view in views],
                  "addresses": sorted(map(format_address, addresses)),
                  "origins": {str(service): origin for service, origin in sorted(origins.items())}},
@@ -274,219 +281,84 @@ def described(
     }  # fmt: skip
 
 
-def documents(plans: Mapping[Family, Plans]) -> list[Json]:
+def documents(plans: Mapping[Family, ReadablePlans]) -> list[Json]:
     return [document(plan) for of_family in plans.values() for plan in of_family.plans.values()]
 
 
-# Answers about the whole proxy for `kproxy top` and the page in the browser, as plain values for JSON.
-
-_AT_ONCE = 50
-"""Service ports that the loop's thread describes in one call."""
-_MOST = 500
-"""Most service ports in an answer."""
-_MOST_ENDPOINTS = 50
-"""Most endpoints of a service port in an answer."""
-
-SORTS: Mapping[str, Callable[[Total], float]] = {
-    "connections": lambda total: total.forwarded + total.rejected,
-    "rate": lambda total: total.rate,
-    "rejected": lambda total: total.rejected,
-    "failed": lambda total: total.failures,
-    "bytes": lambda total: total.volume.bytes_to_endpoint + total.volume.bytes_from_endpoint,
-}
-"""Orders other than by name; the largest value is first."""
-
-_NONE = Total()
+# The running proxy.
 
 
-class Overview:
-    """Reads the running proxy and changes nothing. Not for the loop's thread, which it asks."""
+class _Moment(NamedTuple):
+    """The running proxy at one moment."""
+
+    plans: Mapping[Family, Snapshot]
+    registry: Registry
+    instance: BackendInstance
+    settings_of: Callable[[str], BackendSettings]
+
+
+class Answers:
+    """Answers of the running proxy. Every method may be called from any thread but the loop's.
+
+    All of them raise NoAnswer or SwitchFailed.
+    """
 
     def __init__(
-        self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
-        traffic: "TrafficRecorder | None", node: str,
+        self, loop: Loop, registry: Registry, switch: ModeSwitch, store: Store, *,
+        settings_of: Callable[[str], BackendSettings], mode_settings: Callable[[str], ModeSettings],
     ) -> None:
-        self._loop = loop
-        self._health = health
-        self._about = about
-        self._history = history
-        self._traffic = traffic
-        self._node = node
-
-    def status(self) -> dict[str, Any]:
-        """Return mode, health, problems and the last syncs."""
-        health = json.loads(self._health.healthz().body)
-        fallback = self._about.fallback
-        problems = list(health.get("problems", ()))
-        if fallback is not None and fallback.serving == self._about.mode:
-            problems.append(str(fallback))
-        return {
-            "node": self._node, "mode": self._about.mode, "version": self._about.version,
-            "uptime": time.time() - self._about.started, "now": time.time(),
-            "healthy": bool(health["healthy"]), "eligible": bool(health.get("nodeEligible", True)),
-            "problems": problems, "counted": self._traffic is not None,
-            "syncs": [record._asdict() for record in self._history.records] if self._history else [],
-        }  # fmt: skip
-
-    def services(
-        self, search: str = "", sort: str = "name", start: int = 0, count: int = _AT_ONCE
-    ) -> dict[str, Any]:
-        """Return the service ports whose name has all words of *search*, from the *start*-th on.
-
-        *sort* is ``name`` or one of `SORTS`.
-        """
-        totals = self._traffic.read() if self._traffic is not None else {}
-        plans = self._loop.call(lambda: list(self._loop.plans.values()))
-        keys: set[ServicePortKey] = set()
-        for family in plans:
-            keys |= self._loop.call(partial(set, family.plans))
-        words = search.lower().split()
-        found = sorted(key for key in keys if all(word in str(key) for word in words))
-        by = SORTS.get(sort)
-        if by is not None:
-            found.sort(key=lambda key: by(totals.get(key, _NONE)), reverse=True)
-        wanted = found[start:start + min(count, _MOST)]
-        rows = [
-            row for at in range(0, len(wanted), _AT_ONCE)
-            for row in self._loop.call(partial(_describe, plans, wanted[at:at + _AT_ONCE]))
-        ]
-        now = time.monotonic()
-        for key, row in zip(wanted, rows, strict=True):
-            _add_traffic(row, totals.get(key, _NONE), now)
-        return {"services": rows, "found": len(found), "all": len(keys), "start": start,
-                "counted": self._traffic is not None}
-
-
-def explain_or_problem(inspection: Callable[[], "Inspection"], asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the answer to a question about packets, or the reason for which there is none."""
-    try:
-        return inspection().explain(asked)
-    except NoAnswer as error:
-        return {"packets": [], "problem": str(error)}
-
-
-def _describe(plans: Sequence[FamilyPlans], keys: Sequence[ServicePortKey]) -> list[dict[str, Any]]:
-    return [_row(plans, key) for key in keys]
-
-
-def _row(plans: Sequence[FamilyPlans], key: ServicePortKey) -> dict[str, Any]:
-    frontends: list[str] = []
-    endpoints: list[str] = []
-    problems: list[str] = []
-    for family in plans:
-        plan = family.plans.get(key)
-        if plan is None:
-            continue
-        frontends += map(_frontend, plan.frontends())
-        endpoints += [format_socket(*where) for where in plan.reachable]
-        if problem := family.unserved.get(key):
-            problems.append(f"{family.family.label}: {problem}")
-    if not endpoints:
-        problems.append("no endpoints")
-    return {
-        "namespace": key.namespace, "name": key.name, "port": key.port_name, "protocol": key.protocol.name,
-        "service_port": str(key), "frontends": list(dict.fromkeys(frontends)),
-        "endpoints": [{"endpoint": where, "usable": True} for where in endpoints[:_MOST_ENDPOINTS]],
-        "endpoint_count": len(endpoints), "problems": problems,
-    }  # fmt: skip
-
-
-def _frontend(frontend: Frontend) -> str:
-    address, _, port = frontend
-    return f"node:{port}" if address is None else format_socket(address, port)
-
-
-def _add_traffic(row: dict[str, Any], total: Total, now: float) -> None:
-    row |= {"forwarded": total.forwarded, "rejected": total.rejected, "failed": total.failures,
-            "rate": round(total.rate, 3), **total.volume._asdict()}
-    to = {format_socket(*where): one for where, one in list(total.endpoints.items())}
-    for endpoint in row["endpoints"]:
-        one = to.pop(endpoint["endpoint"], None)
-        endpoint |= _of_endpoint(one or EndpointTotal())
-    row["endpoints"] += [
-        {"endpoint": name, "usable": False, **_of_endpoint(one), "seconds_ago": round(now - one.last)}
-        for name, one in sorted(to.items(), key=lambda item: -item[1].last)[:_MOST_ENDPOINTS]
-        if row["endpoint_count"] <= _MOST_ENDPOINTS
-    ]
-
-
-def _of_endpoint(total: EndpointTotal) -> dict[str, Any]:
-    failed = {failure.value: total.failed.get(failure, 0) for failure in Failure}
-    return {"forwarded": total.forwarded, **failed, **total.volume._asdict()}
-
-
-# The questions that the control socket takes beside switches of the mode, answered by the running proxy.
-
-Request = Mapping[str, Any]
-
-
-class Inspection:
-    """Answers from the plans and the kernel. Every method may be called from any thread but the loop's."""
-
-    def __init__(
-        self, loop: Loop, registry: Registry, switch: ModeSwitch, *,
-        settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms], store: Store,
-        about: Callable[[], Request],
-    ) -> None:  # fmt: skip
-        """*about* returns the remaining fields of a report: configuration, metrics and log."""
         self._loop = loop
         self._registry = registry
         self._switch = switch
-        self._settings_of = settings_of
-        self._terms = terms
         self._store = store
-        self._about = about
+        self._settings_of = settings_of
+        self._mode_settings = mode_settings
 
-    def answer(self, request: Request) -> Request:
-        """Return the fields of the answer to *request*. Raises NoAnswer or SwitchFailed."""
-        instance = self._switch.instance
-        match request:
-            case {"do": "explain", "to": str()}:
-                found = self.explain(request)
-            case {"do": "compare", "mode": str(mode)}:
-                found = self._compare(mode)
-            case {"do": "diff"}:
-                found = {"differences": compare_all(
-                    snapshots(self._loop), self._registry, instance, self._settings_of)}
-            case {"do": "targets", "service": str(service)}:
-                cases = targets(snapshots(self._loop), service)
-                found = {"targets": expectations(cases, instance)}
-            case {"do": "report"}:
-                store = self._store
-                objects = self._loop.call(lambda: (
-                    take(self._loop), dict(store.services), store.all_slices(), dict(store.origins)))
-                found = {**described(*objects), **self._about()}
-            case {"do": "plans"}:
-                found = {"plans": documents(snapshots(self._loop))}
-            case _:
-                raise NoAnswer("unknown request")
-        return {"mode": instance.mode, **found}
+    def explain(self, asked: Explain) -> Answer:
+        return explain(asked, self._now(), live=True)
 
-    def explain(self, request: Request) -> Request:
-        """Return an answer for each packet that *request* means. Raises NoAnswer."""
-        plans = snapshots(self._loop)
-        return {"packets": explain(
-            request, plans, self._registry, self._switch.instance, live=True)}
+    def diff(self) -> Answer:
+        return diff(self._now())
 
-    def _compare(self, mode: str) -> Request:
-        """Return the caveats by which *mode* differs, and how many operations it needs, by family."""
-        found = self._switch.compare(mode)
-        kernel = [{"family": one["family"], "operations": one["operations"]} for one in self._preview(mode)]
-        return {"appearing": _caveats(found.appearing), "disappearing": _caveats(found.disappearing),
-                "loses": found.loses, "kernel": kernel}
+    def targets(self, asked: Targets) -> Answer:
+        return targets(asked, self._now())
 
-    def _preview(self, mode: str) -> Sequence[Request]:
-        terms, serving = self._terms(mode), self._switch.instance
-        updates = self._loop.call(
-            lambda: [replace(update, plans=dict(update.plans)) for update in self._loop.updates(terms.node)])
+    def plans(self) -> Answer:
+        now = self._now()
+        return {"mode": now.instance.mode, "plans": documents(now.plans)}
+
+    def report(self) -> Answer:
+        store = self._store
+        return report(*self._loop.call(lambda: (
+            self._moment(), dict(store.services), store.all_slices(), dict(store.origins))))
+
+    def compare(self, asked: Compare) -> Answer:
+        """Return the caveats by which a mode differs, and how many operations it needs, by family."""
+        found = self._switch.compare(asked.mode)
+        kernel = [{"family": one["family"], "operations": one["operations"]}
+                  for one in self._operations(asked.mode)]
+        return {"mode": self._switch.instance.mode, "appearing": _caveats(found.appearing),
+                "disappearing": _caveats(found.disappearing), "loses": found.loses, "kernel": kernel}
+
+    def _now(self) -> _Moment:
+        return self._loop.call(self._moment)
+
+    def _moment(self) -> _Moment:
+        """On the loop's thread."""
+        return _Moment(take(self._loop), self._registry, self._switch.instance, self._settings_of)
+
+    def _operations(self, mode: str) -> Sequence[Json]:
+        settings, serving = self._mode_settings(mode), self._switch.instance
+        updates = self._loop.call(lambda: [
+            replace(update, plans=dict(update.plans)) for update in self._loop.updates(settings.node)])
         if mode == serving.mode:
             return operations(serving, updates)
-        instance = self._loop.call(partial(self._registry.make_backend, mode, terms.settings))
+        instance = self._loop.call(partial(self._registry.make_backend, mode, settings.backend))
         try:
             return operations(instance, updates)
         finally:
             self._loop.call(partial(self._registry.close_backend, instance))
 
 
-def _caveats(caveats: Sequence[Caveat]) -> list[Request]:
+def _caveats(caveats: Sequence[Caveat]) -> list[Json]:
     return [caveat._asdict() | {"service_port": str(caveat.service_port or "")} for caveat in caveats]

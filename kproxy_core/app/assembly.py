@@ -8,18 +8,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core import __version__
 from kproxy_core.app import preparation
-from kproxy_core.app.control import ControlServer, FollowedFile, answer_requests
+from kproxy_core.app.control import ControlServer
+from kproxy_core.app.errors import NoAnswer, RequestRefused, RestartNeeded
 from kproxy_core.app.family_checks import doubts, unservable
+from kproxy_core.app.requests import (
+    Answer,
+    Compare,
+    Diff,
+    Explain,
+    Plans,
+    Report,
+    Request,
+    Switch,
+    Targets,
+    Top,
+    parse_texts,
+)
 from kproxy_core.config.check import FEATURE_GATES
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config, effective, effective_flags
 from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.registry import Registry
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process, programs
@@ -27,20 +43,21 @@ from kproxy_core.linux.addresses import AddressWatch
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import Source
-from kproxy_core.modes.choice import Choice, choose
+from kproxy_core.modes.choice import ChosenMode, choose
+from kproxy_core.modes.followed_file import FollowedFile
 from kproxy_core.modes.journal import Journal
 from kproxy_core.modes.retirement import RetiringModes
 from kproxy_core.modes.settings import (
     Configuration,
     StartFailed,
     backend_settings,
+    mode_settings,
     node_settings,
     pacing,
     served_families,
     settings_of_modes,
-    terms_of_modes,
 )
-from kproxy_core.modes.switch import ModeSwitch
+from kproxy_core.modes.switch import ModeSwitch, ReportProgress, SwitchFailed
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.events import EventRecorder
@@ -57,15 +74,16 @@ from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.observer import SyncObserver
 
 if TYPE_CHECKING:
-    from kproxy_core.app.answers import Inspection, Overview
+    from kproxy_core.app.answers import Answers
+    from kproxy_core.app.overview import Overview
     from kproxy_core.kube.access import CurrentAccess
     from kproxy_core.kube.requests import Observe
     from kproxy_core.observe.otlp import OtlpExporter
     from kproxy_core.observe.traffic import TrafficRecorder
 
-# The end of the process after SIGTERM: soon, whatever a program or a server does.
-
 log = logging.getLogger("kproxy.run")
+
+# The end of the process after SIGTERM: soon, whatever a program or a server does.
 
 PROGRAMS_END = 2.0
 """Seconds after a signal when running programs are killed."""
@@ -123,7 +141,7 @@ def make_exporter(metrics: Metrics, node: str) -> "OtlpExporter | None":
     return None
 
 
-# Counting of connections in the running proxy.
+# The parts that the configuration decides.
 
 def make_recorder(
     config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
@@ -185,7 +203,7 @@ def make_events(
     return EventRecorder(node_name, partial(write_event, access, host, observe))
 
 
-def about(config: Config, flags: Flags) -> About:
+def make_about(config: Config, flags: Flags) -> About:
     return About(
         mode=config.mode,
         version=config.reported_version or __version__,
@@ -221,7 +239,8 @@ def run(config: Config, registry: Registry, configuration: Configuration, access
     """Run the proxy until SIGTERM, SIGINT or a change of the configuration file. *access*: the API server.
 
     Serves in the mode of *config* or its fallback, or without a mode in the best that works. The rules remain
-    after the end, except those that redirect to this process. Raises BackendError, HostError or StartFailed.
+    after the end, except those that redirect to this process. Raises BackendError, HostError, StartFailed or
+    RestartNeeded.
     """
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
@@ -231,19 +250,19 @@ def run(config: Config, registry: Registry, configuration: Configuration, access
     else:
         log.info("resuming earlier mode switch", extra={
             "fields": {"configured": configuration.mode, "mode": config.mode}})
-    choice = choose(configuration, registry, config.mode, served_families())
-    if problem := unservable(choice.config, choice.families):
+    chosen = choose(configuration, registry, config.mode, served_families())
+    if problem := unservable(chosen.config, chosen.families):
         raise StartFailed(problem)
-    _Proxy(choice, registry, configuration, access).run()
+    _Proxy(chosen, registry, configuration, access).run()
     log.info("stopped")
 
 
 class _Proxy:
     def __init__(
-        self, choice: Choice, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+        self, chosen: ChosenMode, registry: Registry, configuration: Configuration, access: "CurrentAccess",
     ) -> None:
         """Make all parts without starting them. Raises StartFailed."""
-        config, instance, fallback, families = choice
+        config, instance, fallback, families = chosen
         self._config = config
         self._registry = registry
         self._configuration = configuration
@@ -266,11 +285,11 @@ class _Proxy:
         self._store = make_store(config, families, self._source)
         self._events = make_events(config, self._node.name, access, self._metrics.client.record)
         self._events.report_node("Normal", "Starting")
-        self._told = about(config, configuration.flags)
+        self._about = make_about(config, configuration.flags)
         if fallback is not None:
             self._metrics.set_fallback(fallback.wanted, fallback.serving)
             self._events.report_node("Warning", "ModeFallback", str(fallback))
-            self._told.fallback = fallback
+            self._about.fallback = fallback
         self._limits = preparation.limits(config)
         self._privileged = "CAP_NET_ADMIN" in process.held()
         if not self._privileged:
@@ -284,30 +303,30 @@ class _Proxy:
             families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
             pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
         self._settings_of = settings_of_modes(configuration, families)
-        self._terms = terms_of_modes(configuration, registry, families)
+        self._mode_settings = partial(mode_settings, configuration, registry, families)
         self._retiring = RetiringModes(
             registry, self._settings_of, config.mode, preparation.return_freed_memory)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            terms=self._terms, mode_changed=self._mode_changed)
+            mode_settings=self._mode_settings, mode_changed=self._mode_changed)
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [
             *self._switch.instance.measure(), self._retiring.measure(), registry.calls.measure()])
+        self._answers = cache(self._make_answers)
         self._overview = cache(self._make_overview)
-        self._inspection = cache(self._make_inspection)
         self._failures: list[str] = []
+        self._restart_needed = False
 
-    def _make_inspection(self) -> "Inspection":
-        from kproxy_core.app.answers import Inspection  # a start needs none of what it imports
+    def _make_answers(self) -> "Answers":
+        from kproxy_core.app.answers import Answers  # a start needs none of what it imports
 
-        return Inspection(
-            self._loop, self._registry, self._switch, settings_of=self._settings_of, terms=self._terms,
-            store=self._store, about=self._about)
+        return Answers(self._loop, self._registry, self._switch, self._store,
+                       settings_of=self._settings_of, mode_settings=self._mode_settings)
 
     def _make_overview(self) -> "Overview":
-        from kproxy_core.app.answers import Overview  # nor this
+        from kproxy_core.app.overview import Overview  # nor this
 
-        return Overview(self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
+        return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name)
 
     def _observers(self) -> list[SyncObserver]:
         failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")
@@ -323,84 +342,130 @@ class _Proxy:
         if self._history is not None:
             observers.append(self._history)
         if self._privileged:
-            flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned).clean)
-            self._finish_flows = flows.finish
-            observers += [flows, EarlyConnections(self._sync_metrics.record_cleanup)]
+            observers += [self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup)]
         observers.append(preparation.FreedMemory())
         return observers
 
-    def _flows_cleaned(self, result: CleanupResult) -> None:
-        if result.deleted is not None:
-            self._sync_metrics.record_cleanup(result.family, result.deleted, result.seconds)
-        self._loop.post(partial(self._finish_flows, result))
+    def _stale_flows(self) -> StaleFlowObserver:
+        """Return an observer whose flows a thread deletes, and whose results are handled on the loop's."""
+        def cleaned(result: CleanupResult) -> None:
+            if result.deleted is not None:
+                self._sync_metrics.record_cleanup(result.family, result.deleted, result.seconds)
+            self._loop.post(partial(observer.finish, result))
+
+        observer = StaleFlowObserver(self._families, FlowCleaner(cleaned).clean)
+        return observer
 
     def run(self) -> None:
-        """Run until a signal. Raises StartFailed if a restart is needed."""
-        self._listen()
-        watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
-        self._loop.set_addresses(watcher.addresses)
-        stop_on_signals(self._loop.stop)
-        followed = FollowedFile(
-            self._configuration, self._switch, self._events,
-            partial(self._end, "the content of the configuration file has changed: a restart is needed"))
-        control = ControlServer(answer_requests(self._switch, self._inspection, self._overview))
-        control.start()
-        self._source.start(self._loop.emit)
-        if self._exporter is not None:
-            self._exporter.start()
-        try:
+        """Run until a signal or a change of the configuration file. Raises StartFailed or RestartNeeded."""
+        with ExitStack() as parts:
+            self._start(parts)
             self._loop.run()
-        finally:
-            control.stop()
-            self._takeover.stop()
-            followed.close()
-            self._source.stop()
-            self._events.close()
-            watcher.close()
-            self._server.stop()
-            if self._exporter is not None:
-                self._exporter.stop()
-            if self._traffic is not None:
-                self._traffic.stop()
-            self._retiring.close()
-            self._registry.close_backend(self._switch.instance)
         if self._failures:
             raise StartFailed("; ".join(self._failures))
+        if self._restart_needed:
+            raise RestartNeeded("the content of the configuration file has changed: a restart is needed")
 
-    def _about(self) -> Mapping[str, Any]:
+    def _start(self, parts: ExitStack) -> None:
+        """Start all parts of the process but the loop. Have *parts* stop them in the opposite order.
+
+        Backends are closed last: the other parts measure them, read their counts and change modes.
+        """
+        parts.callback(lambda: self._registry.close_backend(self._switch.instance))
+        parts.callback(self._retiring.close)
+        if self._traffic is not None:
+            parts.callback(self._traffic.stop)
+        if self._exporter is not None:
+            parts.callback(self._exporter.stop)
+            self._exporter.start()
+        parts.callback(self._server.stop)
+        self._server.start()
+        self._listen()
+        watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
+        parts.callback(watcher.close)
+        self._loop.set_addresses(watcher.addresses)
+        stop_on_signals(self._loop.stop)
+        parts.callback(self._events.close)
+        self._source.start(self._loop.emit)
+        parts.callback(self._source.stop)
+        followed = FollowedFile(self._configuration, self._switch, self._events, self._need_restart)
+        parts.callback(followed.close)
+        parts.callback(self._takeover.stop)
+        control = ControlServer(self._answer)
+        parts.callback(control.stop)
+        control.start()
+
+    # Requests --------------------------------------------------------------------------------
+
+    def _answer(self, request: Request, report_progress: ReportProgress) -> Answer:
+        """Fulfil a request of the control socket or of the page. Raises RequestRefused."""
+        try:
+            match request:
+                case Switch(mode=mode):
+                    self._switch.switch_to(mode, report_progress)
+                    return {"mode": self._switch.instance.mode, "configured": self._switch.configured}
+                case Compare():
+                    return self._answers().compare(request)
+                case Explain():
+                    return self._answers().explain(request)
+                case Diff():
+                    return self._answers().diff()
+                case Targets():
+                    return self._answers().targets(request)
+                case Report():
+                    return {**self._answers().report(), **self._own_report()}
+                case Plans():
+                    return self._answers().plans()
+                case Top():
+                    return {"status": self._overview().status(), **self._overview().services(request)}
+        except (BackendError, NoAnswer, SwitchFailed) as error:
+            raise RequestRefused(str(error)) from error
+
+    def _answer_page(self, kind: type[Explain] | type[Top], given: Mapping[str, str]) -> Answer:
+        """Answer the page's question with the fields *given*. A refusal is in ``problem``."""
+        try:
+            return self._answer(parse_texts(kind, given), log.debug)
+        except RequestRefused as error:
+            return {"problem": str(error)}
+
+    def _own_report(self) -> Mapping[str, Any]:
+        """Return the fields of a report about this process."""
         metrics, _ = self._metrics.exposition()
         return {
-            "configuration": self._told.configuration, "metrics": metrics.decode().splitlines(),
+            "configuration": self._about.configuration, "metrics": metrics.decode().splitlines(),
             "log": logs.recent_lines(),
         }  # fmt: skip
 
+    # Servers ---------------------------------------------------------------------------------
+
     def _listen(self) -> None:
-        self._server.start()
         if self._config.healthz_bind_address is not None:
             self._listen_at("the health server", "FailedToStartProxierHealthcheck",
                             self._config.healthz_bind_address, health_routes(self._health, self._metrics))
         if self._config.enable_profiling:
-            from kproxy_core.app.answers import explain_or_problem
             from kproxy_core.observe.pages import page_handlers
 
-            overview = self._overview()
             pages = page_handlers(
-                overview.status, overview.services, partial(explain_or_problem, self._inspection))
-            self._told.debug = Debug(logs.set_verbosity).handlers | pages
+                lambda: self._overview().status(), partial(self._answer_page, Top),
+                partial(self._answer_page, Explain))
+            self._about.debug = Debug(logs.set_verbosity).handlers | pages
         self._listen_at("the metrics server", "FailedToStartMetricServer",
-                        self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))
+                        self._config.metrics_bind_address, metrics_routes(self._metrics, self._about))
 
     def _listen_at(self, name: str, reason: str, where: BindAddress, handler: Handler) -> None:
         def failed(error: OSError) -> None:
             problem = f"{name} can't listen on {where}: {error}"
             self._events.report_node("Warning", reason, problem)
-            self._end(problem)
+            self._failures.append(problem)
+            self._loop.stop()
 
         give_up = failed if self._config.bind_address_hard_fail else None
         self._server.listen(name, [where], handler, both_families=True, failed=give_up)
 
-    def _end(self, because: str) -> None:
-        self._failures.append(because)
+    # Events of the parts ---------------------------------------------------------------------
+
+    def _need_restart(self) -> None:
+        self._restart_needed = True
         self._loop.stop()
 
     def _all_synced(self) -> None:
@@ -420,10 +485,10 @@ class _Proxy:
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         if self._traffic is not None:
-            layers = map(self._registry.layers, (self._told.mode, instance.mode))
+            layers = map(self._registry.layers, (self._about.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)
-        self._told.configuration = effective(self._configuration.of(instance.mode))
-        self._told.mode = instance.mode  # After everything that others read once they have seen it.
+        self._about.configuration = effective(self._configuration.of(instance.mode))
+        self._about.mode = instance.mode  # After everything that others read once they have seen it.
         self._events.report_node("Normal", "ModeSwitched", instance.mode)

@@ -1,4 +1,10 @@
-"""The socket through which commands talk to the proxy of their network namespace."""
+"""The socket through which commands talk to the proxy of their network namespace.
+
+Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and disappears with
+the process. Every process of the namespace may take any abstract name, so the name is random, clients read
+the existing ones from /proc/net/unix, and both ends check whom they talk to (`problem_of_peer`). A request is
+one line of JSON, see `kproxy_core.app.requests`; the answer is lines of JSON, the last of which has ``"ok"``.
+"""
 
 import contextlib
 import errno
@@ -12,24 +18,22 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kproxy_core.app.explain import NoAnswer
-from kproxy_core.config.file import ConfigError, load
-from kproxy_core.contract.errors import BackendError
+import msgspec
+
+from kproxy_core import __version__
+from kproxy_core.app import requests
+from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.requests import Answer, Request
 from kproxy_core.linux import process
-from kproxy_core.linux.files import FileWatch
-from kproxy_core.modes.settings import Configuration
-from kproxy_core.modes.switch import ModeSwitch, ReportProgress, SwitchFailed
-from kproxy_core.observe.events import EventRecorder
 from kproxy_core.observe.logs import printable
 
 if TYPE_CHECKING:
-    from kproxy_core.app.answers import Inspection, Overview
+    from kproxy_core.modes.switch import ReportProgress  # A command that asks a proxy needs none of the rest.
 
-# The process at the other end of a local socket, and whether it may change this node's service proxy.
+# The process at the other end of a socket, and whether it may change this node's service proxy.
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD: Final = 77
@@ -101,12 +105,7 @@ def _has_ended(pidfd: int) -> bool:
     return bool(poller.poll(0))
 
 
-# The socket through which commands talk to the proxy of their network namespace.
-#
-# Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and disappears
-# with the process. Every process of the namespace may take any abstract name, so the name is random,
-# clients read the existing ones from /proc/net/unix, and both ends check whom they talk to (`peer`). A
-# request is one line of JSON; the answer is lines of JSON, the last of which has ``"ok"``.
+# The server, and the request of a client.
 
 log = logging.getLogger("kproxy.run")
 
@@ -120,17 +119,9 @@ _TIMEOUT = 5.0
 _MAX_CLIENTS = 16
 """Clients that are served at the same time."""
 
-Handler = Callable[[Mapping[str, Any], ReportProgress], Mapping[str, Any]]
-"""Handles a request. Calls its second argument with lines of progress, and returns the fields of the final
+Handler = Callable[[Request, "ReportProgress"], Answer]
+"""Fulfils a request. Calls its second argument with lines of progress, and returns the fields of the final
 answer. Raises RequestRefused."""
-
-
-class RequestRefused(Exception):
-    """A request that was not fulfilled; one line for the person who made it."""
-
-
-class NoProxy(Exception):
-    """No proxy that can be trusted runs in this network namespace."""
 
 
 class ControlServer:
@@ -197,8 +188,8 @@ class ControlServer:
 
     def _answer(self, client: socket.socket) -> None:
         with client.makefile("rb") as file:
-            request = json.loads(file.readline(_LONGEST_LINE))
-        if not isinstance(request, dict):
+            given = json.loads(file.readline(_LONGEST_LINE))
+        if not isinstance(given, dict):
             raise ValueError("not an object")
         gone = threading.Event()
 
@@ -210,7 +201,7 @@ class ControlServer:
                     gone.set()
 
         try:
-            answer = {"ok": True, **self._handler(request, report_progress)}
+            answer = {"ok": True, **self._handler(requests.parse(given), report_progress)}
         except RequestRefused as error:
             answer = {"ok": False, "problem": str(error)}
         except Exception as error:
@@ -219,9 +210,7 @@ class ControlServer:
         _send(client, answer)
 
 
-def send_request(
-    request: Mapping[str, Any], report_progress: ReportProgress = lambda line: None
-) -> Mapping[str, Any]:
+def send_request(request: Request, report_progress: "ReportProgress" = lambda line: None) -> Answer:
     """Send *request* to the proxy of this network namespace and return its final answer.
 
     Calls *report_progress* with each line in between. All texts are printable. Raises NoProxy or
@@ -230,14 +219,14 @@ def send_request(
     with _connect() as connection:
         try:
             with contextlib.suppress(BrokenPipeError):  # A refusal may precede the request.
-                _send(connection, request)
+                connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as file:
                 while line := file.readline(_LONGEST_ANSWER):
                     answer = json.loads(line)
                     if "told" in answer:
                         report_progress(printable(str(answer["told"])))
                     elif answer["ok"]:
-                        return dict(_printable(answer))
+                        return _checked(request, answer)
                     else:
                         raise RequestRefused(printable(str(answer["problem"])))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -245,6 +234,16 @@ def send_request(
         except OSError as error:
             raise RequestRefused(f"the connection to the proxy failed: {error.strerror}") from error
     raise RequestRefused("the proxy exited before it answered")
+
+
+def _checked(request: Request, answer: Answer) -> Answer:
+    """Return *answer* with printable texts. Raises RequestRefused if another version has answered."""
+    missing = [name for name in request.answer_fields if name not in answer]
+    if missing:
+        raise RequestRefused(
+            f"the proxy's answer has no {missing[0]!r}: it runs another version than this command,"
+            f" {__version__}")
+    return dict(_printable(answer))
 
 
 def _printable(value: Any) -> Any:
@@ -299,73 +298,3 @@ def _names() -> Iterator[str]:
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
     to.sendall(json.dumps(message).encode() + b"\n")
-
-
-# Changes of the mode while the process runs: by the control socket or the configuration file.
-
-def answer_requests(
-    switch: ModeSwitch, inspection: Callable[[], "Inspection"], overview: Callable[[], "Overview"],
-) -> Handler:
-    """Return the handler of the control socket's requests."""
-
-    def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
-        try:
-            match request:
-                case {"do": "switch", "mode": str(mode)}:
-                    switch.switch_to(mode, report_progress)
-                    return {"mode": switch.instance.mode, "configured": switch.configured}
-                case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
-                    return {"status": overview().status(), **overview().services(search, sort, count=count)}
-            return inspection().answer(request)
-        except (BackendError, NoAnswer, SwitchFailed) as error:
-            raise RequestRefused(str(error)) from error
-
-    return answer
-
-
-class FollowedFile:
-    """The watched configuration file. A change of only the mode can be followed without a restart."""
-
-    def __init__(
-        self, configuration: Configuration, switch: ModeSwitch, events: EventRecorder,
-        restart: Callable[[], None],
-    ) -> None:
-        """Start watching. *restart* is called once if a change needs a restart."""
-        self._configuration = configuration
-        self._switch = switch
-        self._events = events
-        self._restart = restart
-        file = configuration.file
-        self._watch = FileWatch(
-            file.path, file.content, partial(self._changed, file.path)) if file is not None else None
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-
-    def _changed(self, path: str) -> bytes | None:
-        """Switch modes if nothing else changed. Return the file's content; None if a restart is needed."""
-        known = self._configuration
-        serving = self._switch.instance.mode
-        try:
-            file = load(path)
-            new = Configuration(known.flags, file)
-            config, asked = new.of(serving), new.mode
-            follows = asked and config.kproxy.live_mode_switch and config.is_like(known.of(serving))
-        except ConfigError:  # the next start says what is wrong
-            follows = False
-        if not follows:
-            self._restart()
-            return None
-        known.follow(file)
-        try:
-            self._switch.switch_to(asked, _log_progress, configured=asked)
-        except SwitchFailed as error:
-            log.error("could not switch to the mode in the configuration file", extra={
-                "fields": {"mode": asked, "error": str(error)}})
-            self._events.report_node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
-        return file.content
-
-
-def _log_progress(line: str) -> None:
-    log.info("mode switch", extra={"fields": {"step": line}})

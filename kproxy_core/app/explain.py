@@ -1,14 +1,13 @@
-"""Questions about packets and their answers, as values that JSON can hold. Pure."""
+"""Questions about packets and their answers: the fate by the plans, beside that in the kernel. Pure."""
 
-import math
 import re
 import typing
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from kproxy_core.app.errors import NoAnswer
 from kproxy_core.contract.values import Caveat, KernelSide, Question
 from kproxy_core.model.address import (
     Address,
@@ -21,7 +20,7 @@ from kproxy_core.model.address import (
     parse_address,
 )
 from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Destination, Endpoint, ServiceName, ServicePortKey
+from kproxy_core.model.service import Endpoint, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import (
     Choice,
@@ -38,14 +37,8 @@ from kproxy_core.plan.fate import (
 )
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-# The error of every question. A running proxy knows it before the first question is asked.
-
-
-class NoAnswer(Exception):
-    """A question that cannot be answered, with a remedy, in one line."""
-
-
 # The words of a request: a target, and a sender.
+
 
 class ServiceTarget(NamedTuple):
     """All frontends of a Service, or of one of its ports."""
@@ -129,7 +122,9 @@ def parse_sender(text: str, origin: str = "") -> Sender:
 
 # From a request to packets: the frontends that it means, and the senders.
 
-class Plans(typing.Protocol):
+class ReadablePlans(typing.Protocol):
+    """The plans of one IP family."""
+
     @property
     def node(self) -> NodeView: ...
 
@@ -154,7 +149,7 @@ class Case(NamedTuple):
     """One packet with everything that decides its fate."""
 
     question: Question
-    plans: Plans
+    plans: ReadablePlans
     is_typical: bool
     """The sender's address stands for any sender of its origin."""
     near: str = ""
@@ -165,7 +160,7 @@ class Case(NamedTuple):
     """The file or the resource version of the Service."""
 
     @classmethod
-    def of(cls, plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
+    def of(cls, plans: ReadablePlans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
         """Return the case of a *packet* to *frontend*, which may belong to no Service."""
         node = plans.node
         plan = plans.owner(frontend)
@@ -184,7 +179,8 @@ class Case(NamedTuple):
 
 
 def cases(
-    plans: Mapping[Family, Plans], target: Target, sender: Sender, interface_towards: InterfaceTowards | None
+    plans: Mapping[Family, ReadablePlans], target: Target, sender: Sender,
+    interface_towards: InterfaceTowards | None,
 ) -> list[Case]:
     """Return the packets that *sender* may send to *target*. Raises NoAnswer.
 
@@ -201,11 +197,11 @@ def cases(
                     frontend, is_typical=is_typical,
                 ))  # fmt: skip
     if not found:
-        raise NoAnswer(nothing(plans, target, sender))
+        raise NoAnswer(why_no_packet(plans, target, sender))
     return found
 
 
-def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Frontend]]:
+def _destinations(plans: ReadablePlans, target: Target) -> Iterator[tuple[Address, Frontend]]:
     dialled = None if isinstance(target, ServiceTarget) else target.address
     for frontend in _frontends(plans, target):
         address = dialled or frontend.address or _node_address(plans.node)
@@ -213,7 +209,7 @@ def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Front
             yield address, frontend
 
 
-def _frontends(plans: Plans, target: Target) -> Sequence[Frontend]:
+def _frontends(plans: ReadablePlans, target: Target) -> Sequence[Frontend]:
     if isinstance(target, ServiceTarget):
         keys = sorted(filter(target.means, plans.plans))
         return [frontend for key in keys for frontend in plans.plans[key].frontends()]
@@ -226,7 +222,7 @@ def _frontends(plans: Plans, target: Target) -> Sequence[Frontend]:
     return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
 
 
-def _frontends_at(plans: Plans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
+def _frontends_at(plans: ReadablePlans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
     """Return the frontends that an address serves, with their service ports, in order."""
     of_node = address in plans.node.node_port_addresses
     found = [
@@ -243,7 +239,7 @@ def _node_address(node: NodeView) -> Address | None:
 
 
 def _senders(
-    plans: Plans, sender: Sender, destination: Address, interface_towards: InterfaceTowards | None
+    plans: ReadablePlans, sender: Sender, destination: Address, interface_towards: InterfaceTowards | None
 ) -> Iterator[tuple[Origin, Address, bool]]:
     node, address = plans.node, sender.address
     if address is not None:
@@ -255,7 +251,7 @@ def _senders(
         yield origin, stand_in(origin, node), True
 
 
-def _origin_of(source: Address, plans: Plans, interface_towards: InterfaceTowards | None) -> Origin:
+def _origin_of(source: Address, plans: ReadablePlans, interface_towards: InterfaceTowards | None) -> Origin:
     def is_behind_pod_interface(local: LocalSource) -> bool:
         if interface_towards is None:
             return any(source in plan.hairpins for plan in plans.plans.values())
@@ -264,7 +260,7 @@ def _origin_of(source: Address, plans: Plans, interface_towards: InterfaceToward
     return origin_of(source, plans.node, plans.addresses, is_behind_pod_interface)
 
 
-def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
+def _near(plans: ReadablePlans, packet: Packet) -> tuple[str, bool]:
     """Return the nearest match for a packet to no frontend, and whether it is for a Service's ClusterIP."""
     where, protocol = packet.destination, packet.protocol
     has_cluster_ip = any(plan.cluster_ip == where for plan in plans.plans.values())
@@ -281,7 +277,7 @@ def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
     return "", False
 
 
-def nothing(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> str:
+def why_no_packet(plans: Mapping[Family, ReadablePlans], target: Target, sender: Sender) -> str:
     """Return the reason why no packet of *sender* to *target* can be meant, with near names."""
     if isinstance(target, ServiceTarget):
         return _no_service({key for of_family in plans.values() for key in of_family.plans}, target)
@@ -363,9 +359,10 @@ def _difference(wanted: Choice, held: Choice, *, ignore_source: bool) -> Iterato
                else f"endpoint {text} sees the sender's address, and should see one of the node")
 
 
-# The answer for one packet, as values that JSON can hold.
+# The answer for one packet.
 
 Json = dict[str, Any]
+"""Values that JSON can hold."""
 
 
 def decide_case(case: Case) -> Fate:
@@ -485,98 +482,6 @@ def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) 
     return "the hints of other endpoints name this node"
 
 
-# The changes from one set of plans to another, by service port. Plans are values that JSON can hold.
-
-GAINED, LOST, CHANGED = "gained", "lost", "changed"
-
-_SETTINGS = {
-    "internal_policy": "internal traffic policy", "external_policy": "external traffic policy",
-    "affinity_seconds": "seconds of session affinity", "source_ranges": "source ranges",
-    "health_check_node_port": "health check node port",
-}  # fmt: skip
-_SETS = {"frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "endpoint for policy Local"}
-
-
-def document(plan: ServicePlan) -> Json:
-    return {
-        "service_port": str(plan.key), "protocol": plan.key.protocol.name, "family": plan.family.label,
-        "frontends": [frontend_text(frontend) for frontend in plan.frontends()],
-        "endpoints": [format_socket(*where) for where in plan.cluster],
-        "local_endpoints": [format_socket(*where) for where in plan.local],
-        "internal_policy": "Local" if plan.internal_policy_local else "Cluster",
-        "external_policy": "Local" if plan.external_policy_local else "Cluster",
-        "affinity_seconds": plan.affinity_seconds,
-        "source_ranges": ", ".join(map(str, plan.source_ranges)),
-        "health_check_node_port": plan.health_check_node_port,
-    }  # fmt: skip
-
-
-def frontend_text(frontend: Frontend) -> str:
-    address, protocol, port = frontend
-    where = f"node:{port}" if address is None else format_socket(address, port)
-    return f"{where}/{protocol.name.lower()}"
-
-
-def changes(before: Iterable[Json], after: Iterable[Json]) -> Iterator[Json]:
-    """Yield the changes from the plans *before* to those *after*, in the order of service ports."""
-    old, new = _by_key(before), _by_key(after)
-    for key in sorted({*old, *new}):
-        was, will = old.get(key), new.get(key)
-        if was is None or will is None:
-            plan = will or was or {}
-            kind = LOST if will is None else GAINED
-            yield change(kind, plan, [f"frontends {', '.join(plan['frontends'])}"])
-        elif details := [*_details(was, will)]:
-            yield change(CHANGED, will, details)
-
-
-def change(kind: str, plan: Json, details: Sequence[str]) -> Json:
-    return {
-        "change": kind, "service_port": plan["service_port"], "protocol": plan["protocol"],
-        "family": plan["family"], "details": list(details),
-    }  # fmt: skip
-
-
-def changes_in_kernel(
-    plans: Iterable[ServicePlan], frontends: Iterable[Frontend], differences: Iterable[Json],
-    stale: Iterable[Json],
-) -> Iterator[Json]:
-    """Yield what changes from a kernel that serves *frontends* to *plans*; its own plans are unknown.
-
-    *differences* and *stale* are those of `kproxy_core.app.explain`.
-    """
-    held = set(frontends)
-    texts: dict[tuple[str, str], dict[str, None]] = {}
-    for difference in differences:
-        protocol = difference["frontend"].rpartition("/")[2]
-        texts.setdefault((difference["service_port"], protocol), {})[
-            f"{difference['frontend']}: {difference['difference']}"] = None
-    for plan in sorted(plans, key=lambda plan: plan.key):
-        described = document(plan)
-        details = texts.get((described["service_port"], described["protocol"]), {})
-        if held.isdisjoint(plan.frontends()):
-            yield change(GAINED, described, [f"frontends {', '.join(described['frontends'])}"])
-        elif details:
-            yield change(CHANGED, described, [f"now {text}" for text in details])
-    for one in stale:
-        protocol = one["frontend"].rpartition("/")[2]
-        unknown = {"service_port": "", "protocol": protocol, "family": ""}
-        yield change(LOST, unknown, [f"frontend {one['frontend']}"])
-
-
-def _by_key(plans: Iterable[Json]) -> dict[tuple[str, str, str], Json]:
-    return {(plan["service_port"], plan["protocol"], plan["family"]): plan for plan in plans}
-
-
-def _details(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    for name, word in _SETS.items():
-        yield from (f"{word} {text} removed" for text in before[name] if text not in after[name])
-        yield from (f"{word} {text} added" for text in after[name] if text not in before[name])
-    for name, words in _SETTINGS.items():
-        if before[name] != after[name]:
-            yield f"{words}: {before[name] or 'none'} becomes {after[name] or 'none'}"
-
-
 # The differences between the kernel's treatment of packets and that of the plans, by frontend.
 
 def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[Json]:
@@ -598,7 +503,7 @@ def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[
         }  # fmt: skip
 
 
-def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
+def stale(frontends: Iterable[Frontend], plans: ReadablePlans) -> Iterator[Json]:
     """Yield the *frontends* in the kernel that no Service wants."""
     for frontend in sorted(set(frontends), key=str):
         address, protocol, port = frontend
@@ -611,7 +516,7 @@ def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
             }  # fmt: skip
 
 
-def packets_to(plans: Plans, keys: Iterable[ServicePortKey]) -> list[Case]:
+def packets_to(plans: ReadablePlans, keys: Iterable[ServicePortKey]) -> list[Case]:
     """Return a packet of each origin to every frontend of the service ports *keys* that still exist."""
     found: list[Case] = []
     for plan in filter(None, map(plans.plans.get, keys)):
@@ -627,118 +532,3 @@ def packet_to(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | No
     if to is None:
         return None
     return Packet(origin, stand_in(origin, node), to, frontend.protocol, frontend.port)
-
-
-# The frontends to which a node's own connections are tried, and the verdict about the results. Pure.
-
-Dialled = Mapping[str, Any]
-"""A frontend with what connections should do; see `expectation`."""
-
-ANSWERED, REFUSED, HUNG = "answered", "refused", "hung"
-
-
-class Attempt(NamedTuple):
-    """One connection that was tried."""
-
-    result: str
-    """`ANSWERED`, `REFUSED`, `HUNG`, or another error in words."""
-    endpoint: Destination | None
-    """None: not known."""
-    source: Address
-    """The sender's address."""
-
-
-def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
-    """Return a packet of the node to each TCP frontend; only of *service*, if that is given.
-
-    *service* is ``[NAMESPACE/]NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
-    """
-    wanted = parse_target(service) if service else None
-    if wanted is not None and not isinstance(wanted, ServiceTarget):
-        raise NoAnswer(f"{service!r} is not [NAMESPACE/]SERVICE[:PORT NAME]")
-    found = [case for of_family in plans.values() for case in _targets(of_family, wanted)]
-    if not found:
-        raise NoAnswer(nothing(plans, wanted, Sender()) if wanted else "no Service has a TCP frontend here")
-    return found
-
-
-def _targets(plans: Plans, wanted: ServiceTarget | None) -> Iterator[Case]:
-    keys = plans.plans if wanted is None else filter(wanted.means, plans.plans)
-    for key in sorted(key for key in keys if key.protocol is Protocol.TCP):
-        for frontend in plans.plans[key].frontends():
-            packet = packet_to(frontend, Origin.NODE, plans.node)
-            if packet is not None:
-                yield Case.of(plans, packet, frontend, is_typical=True)
-
-
-def expectation(case: Case, side: KernelSide | None) -> Json:
-    """Return what connections to the frontend of *case* should do.
-
-    *side*: where the mode decides otherwise by design, that counts. Its other differences do not.
-    """
-    packet, plan = case.question.packet, case.question.plan
-    by_design = side.fate if side is not None and side.deviation else None
-    fate = by_design or decide_case(case)
-    return {
-        "frontend": format_socket(packet.destination, packet.port),
-        "service_port": str(plan.key) if plan else "",
-        "outcome": fate.outcome.value, "because": fate.because,
-        "endpoints": [format_socket(*choice.where) for choice in fate.choices],
-        "sticky": bool(plan and plan.affinity_seconds),
-        "ready": sum(endpoint.ready for _, endpoint in case.candidates),
-    }  # fmt: skip
-
-
-def connections(target: Dialled, most: int) -> int:
-    """Return how many connections to try, *most* at most.
-
-    They miss an endpoint in one of a thousand runs: the coupon collector's problem.
-    """
-    count = len(target["endpoints"])
-    if target["outcome"] != Outcome.FORWARDED.value or target["sticky"] or count == 1:
-        return 1
-    return min(most, math.ceil(count * (math.log(count) + 7)))
-
-
-def is_settled(target: Dialled, attempts: Sequence[Attempt]) -> bool:
-    """Return whether every endpoint has been reached, so that more connections would tell nothing."""
-    return set(target["endpoints"]) <= {_endpoint(target, attempt) for attempt in attempts}
-
-
-def result(target: Dialled, attempts: Sequence[Attempt]) -> Json:
-    """Return the results for one frontend, with its problems in words."""
-    reached: dict[str, Counter[str]] = defaultdict(Counter)
-    for attempt in attempts:
-        reached[_endpoint(target, attempt)][attempt.result] += 1
-    return {
-        **target, "connections": len(attempts),
-        "reached": [{"endpoint": endpoint, **counts} for endpoint, counts in sorted(reached.items())],
-        "problems": list(_problems(target, reached, len(attempts))) if attempts else [],
-    }  # fmt: skip
-
-
-def _problems(target: Dialled, reached: Mapping[str, Counter[str]], tried: int) -> Iterator[str]:
-    answered = sum(counts[ANSWERED] for counts in reached.values())
-    forwarded = target["outcome"] == Outcome.FORWARDED.value
-    if forwarded and not answered:
-        results = ", ".join(sorted({result for counts in reached.values() for result in counts}))
-        yield f"no connection of {tried} was answered ({results}); ready endpoints: {target['ready']}"
-    if not forwarded and answered:
-        yield f"connections are answered, and should be {target['outcome']}: {target['because']}"
-    for endpoint, counts in sorted(reached.items()):
-        if endpoint and forwarded and endpoint not in target["endpoints"]:
-            yield f"connections reach {endpoint}, which may not be chosen"
-        for how in sorted(set(counts) - {ANSWERED}) if forwarded and answered else ():
-            where = f"endpoint {endpoint}" if endpoint else "endpoint not known"
-            yield f"{where}: {counts[how]} of {counts.total()} connections {how}"
-
-
-def _endpoint(target: Dialled, attempt: Attempt) -> str:
-    """Return the endpoint of *attempt*; "" if it is not known, as behind a relay on this node."""
-    if attempt.endpoint is None:
-        return ""
-    address, text = attempt.endpoint.address, format_socket(*attempt.endpoint)
-    if text in target["endpoints"]:
-        return text
-    is_relay = is_loopback(address) or address == attempt.source
-    return "" if is_relay or text == target["frontend"] else text

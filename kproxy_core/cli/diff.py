@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kproxy_core.app.control import send_request
+from kproxy_core.app.requests import Diff
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, good, hint, show_answer
@@ -24,12 +25,12 @@ def compare(flags: Flags) -> Found:
     RequestRefused or NoAnswer, and as `cli_errors` expects.
     """
     if not OBJECTS & set(flags):
-        return send_request({"do": "diff"})
-    from kproxy_core.app.answers import compare_all
+        return send_request(Diff())
+    from kproxy_core.app.answers import diff
     from kproxy_core.cli.objects import read_objects
 
-    with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of, *_):
-        return {"mode": instance.mode, "differences": compare_all(plans, registry, instance, settings_of)}
+    with read_objects(flags, this_machine=True) as found:
+        return diff(found)
 
 
 def status_of(found: Found) -> int:

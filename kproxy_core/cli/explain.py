@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
-from kproxy_core.app.control import NoProxy, send_request
+from kproxy_core.app.control import send_request
+from kproxy_core.app.errors import NoProxy
+from kproxy_core.app.requests import Explain
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer, strong
@@ -20,25 +22,26 @@ OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hi
 _VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
 
 
-def ask_proxy(request: Mapping[str, str]) -> Packets:
+def ask_proxy(request: Explain) -> Packets:
     """Return the answers of the proxy of this network namespace. Raises RequestRefused or NoProxy."""
     try:
-        packets: Packets = send_request({"do": "explain", **request})["packets"]
+        packets: Packets = send_request(request)["packets"]
     except NoProxy as error:
         raise NoProxy(f"{error}; to ask about objects instead, give --manifests or --kubeconfig") from error
     return packets
 
 
-def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
+def explain_objects(request: Explain, flags: Flags, *, this_machine: bool = False) -> Packets:
     """Return the answers for the objects of `read_objects`. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.app.answers import explain
     from kproxy_core.cli.objects import read_objects
 
-    with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):
-        return explain(request, plans, registry, instance, live=False)
+    with read_objects(flags, this_machine=this_machine) as found:
+        packets: Packets = explain(request, found, live=False)["packets"]
+    return packets
 
 
-def explain_report(request: Mapping[str, str], path: str) -> Packets:
+def explain_report(request: Explain, path: str) -> Packets:
     """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.app.answers import explain
     from kproxy_core.cli.objects import read_objects
@@ -50,7 +53,8 @@ def explain_report(request: Mapping[str, str], path: str) -> Packets:
         with read_objects(flags, this_machine=False, addresses=addresses) as found:
             for service in found.store.origins:
                 found.store.origins[service] = node["origins"].get(str(service), "")
-            return explain(request, found.plans, found.registry, found.instance, live=False)
+            packets: Packets = explain(request, found, live=False)["packets"]
+    return packets
 
 
 def as_text(answer: Mapping[str, Packets]) -> str:
@@ -136,7 +140,7 @@ def command(
     if len(words) > 2 or (len(words) == 2 and sender):
         raise click.UsageError("give [FROM] TO")
     sender = sender or (words[0] if len(words) == 2 else "")
-    request = {"to": words[-1], "from": sender, "origin": origin or ""}
+    request = Explain(to=words[-1], sender=sender, origin=origin or "")
     flags = given(options)
     with cli_errors():
         if report:

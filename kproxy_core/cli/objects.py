@@ -36,7 +36,10 @@ log = logging.getLogger("kproxy.run")
 
 
 class Objects(NamedTuple):
-    """The plans for objects that were read without a running proxy, and a backend of the mode to serve in."""
+    """The plans for objects that were read without a running proxy, and a backend of the mode.
+
+    A `kproxy_core.app.answers.PlannedNode`.
+    """
 
     plans: Mapping[Family, FamilyPlans]
     registry: Registry

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from kproxy_core.app.control import NoProxy, send_request
-from kproxy_core.app.explain import NoAnswer
+from kproxy_core.app.control import send_request
+from kproxy_core.app.errors import NoAnswer, NoProxy
+from kproxy_core.app.requests import Plans
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
@@ -33,7 +34,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     NoAnswer or RequestRefused, and as `cli_errors` expects.
     """
     from kproxy_core.app.answers import changes_from_kernel, documents, operations
-    from kproxy_core.app.explain import changes
+    from kproxy_core.app.changes import changes
     from kproxy_core.cli.objects import read_objects
     from kproxy_core.contract.values import Scope
     from kproxy_core.linux import process
@@ -41,7 +42,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     if "CAP_NET_ADMIN" not in process.held():
         raise NoAnswer("CAP_NET_ADMIN is missing: it is needed to read what the kernel holds now")
     try:
-        running = send_request({"do": "plans"})
+        running = send_request(Plans())
     except NoProxy:
         running = None
     if running is not None and not {"mode", "config"} & set(flags):

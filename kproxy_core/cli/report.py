@@ -18,7 +18,9 @@ from typing import Any, BinaryIO
 import click
 import yaml
 
-from kproxy_core.app.control import NoProxy, RequestRefused, send_request
+from kproxy_core.app.control import send_request
+from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.requests import Diff, Report
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import formatted_answer
@@ -68,7 +70,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
     problems: list[str] = []
     about: Json = {}
     try:
-        about = _described(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
+        about = _described(flags) if OBJECTS & set(flags) else send_request(Report())
     except (NoProxy, RequestRefused) as error:
         problems.append(f"running proxy: {error}")
     yield "version.txt", f"{version_told('raw')}\n{platform.platform()}\n"
@@ -84,7 +86,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
                 yield f"{key}.txt", "\n".join(map(_cleaned, about[key])) + "\n"
     if about and not OBJECTS & set(flags):
         try:
-            yield "diff.json", _text(send_request({"do": "diff"})["differences"])
+            yield "diff.json", _text(send_request(Diff())["differences"])
         except (NoProxy, RequestRefused) as error:
             problems.append(f"diff: {error}")
     for name, text in kernel_state():
@@ -95,14 +97,14 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
 
 def _described(flags: Flags) -> Json:
     """Return a proxy's report on the objects of *flags*. Raises as `cli_errors` expects."""
-    from kproxy_core.app.answers import described
+    from kproxy_core.app import answers
     from kproxy_core.cli.objects import read_objects
     from kproxy_core.config.settings import effective
 
     with read_objects(flags, this_machine=True) as found:
         store = found.store
-        return {"mode": found.instance.mode, "configuration": effective(found.config),
-                **described(found.plans, store.services, store.all_slices(), store.origins)}  # fmt: skip
+        told = answers.report(found, store.services, store.all_slices(), store.origins)
+        return {"configuration": effective(found.config), **told}
 
 
 def new_name() -> str:

@@ -30,27 +30,27 @@ def run(flags: Flags, *, init_only: bool) -> None:
         logs.set_up(config.verbosity, config.logging_format)
         logs.log_uncaught()
         access = _begin_access(config)
-        from kproxy_core.app import assembly as process
+        from kproxy_core.app import assembly
         from kproxy_core.modes.standby import await_turn
 
     for notice in (*config.notices, *registry.broken):
-        process.log.warning(str(notice))
+        assembly.log.warning(str(notice))
     try:
         with cli_errors():
             if init_only:
-                process.set_up(config, registry, configuration, access)
+                assembly.set_up(config, registry, configuration, access)
                 return
             lock, waited = await_turn(config.kproxy.state_directory, exclusive=config.kproxy.exclusive)
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
                 access = _begin_access(config)
             try:
-                process.run(config, registry, configuration, access)
+                assembly.run(config, registry, configuration, access)
             finally:
                 if lock is not None:
                     lock.release()
     except click.ClickException as error:
-        process.log.error(error.message)
+        assembly.log.error(error.message)
         sys.exit(1)
 
 
@@ -122,14 +122,14 @@ def cli_errors(status: int = 1) -> Iterator[None]:
         yield
     except Exception as error:
         # Imported only now: for a command that asks the running proxy, this is a third of its time.
-        from kproxy_core.app.control import NoProxy, RequestRefused
-        from kproxy_core.app.explain import NoAnswer
+        from kproxy_core.app.errors import NoAnswer, NoProxy, RequestRefused, RestartNeeded
         from kproxy_core.config.file import ConfigError
         from kproxy_core.contract.errors import BackendError
         from kproxy_core.linux.errors import HostError
         from kproxy_core.modes.settings import StartFailed
 
-        expected = (BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed)
+        expected = (BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, RestartNeeded,
+                    StartFailed)
         if not isinstance(error, expected):
             raise
         lines = error.problems if isinstance(error, ConfigError) else [error]

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kproxy_core.app.control import send_request
+from kproxy_core.app.requests import Compare, Switch
 from kproxy_core.cli.options import TEXT_OR_JSON
 from kproxy_core.cli.plan import kernel_lines
 from kproxy_core.cli.run import cli_errors
@@ -19,7 +20,7 @@ def check(mode: str, *, as_json: bool) -> bool:
 
     Raises RequestRefused or NoProxy.
     """
-    found = send_request({"do": "compare", "mode": mode})
+    found = send_request(Compare(mode=mode))
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return not found["loses"]
@@ -40,7 +41,7 @@ def check(mode: str, *, as_json: bool) -> bool:
 
 def switch(mode: str, *, as_json: bool) -> None:
     """Switch the running proxy to *mode*, and print each step. Raises RequestRefused or NoProxy."""
-    done = send_request({"do": "switch", "mode": mode}, _step_printer(as_json))
+    done = send_request(Switch(mode=mode), _step_printer(as_json))
     if as_json:
         click.echo(json.dumps(done))
     elif done["configured"] != mode:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kproxy_core.app.control import send_request
+from kproxy_core.app.requests import MOST_SERVICE_PORTS, Top, parse_texts
 from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import is_terminal
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SORTS = ("rate", "connections", "rejected", "failed", "bytes", "name")
-_MOST_SHOWN = 500
 _WIDE = 110
 """Columns that a terminal must have to show frontends."""
 _WIDTH_OF_FILES = 160
@@ -42,7 +42,8 @@ def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
 
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
-    return send_request({"do": "top", "search": search, "sort": sort, "count": min(count, _MOST_SHOWN)})
+    return send_request(parse_texts(
+        Top, {"search": search, "sort": sort, "count": str(min(count, MOST_SERVICE_PORTS))}))
 
 
 @dataclass

@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
-from kproxy_core.app.explain import NoAnswer, Sender, parse_sender
+from kproxy_core.app.errors import NoAnswer
+from kproxy_core.app.explain import Sender, parse_sender
+from kproxy_core.app.requests import Explain
 from kproxy_core.cli.explain import OUTCOMES, Packets, ask_proxy, explain_objects
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
@@ -43,7 +45,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
-    request = {"to": target, "from": "", "origin": ""}
+    request = Explain(to=target)
     asked = OBJECTS & set(flags)
     answers = explain_objects(request, flags, this_machine=True) if asked else ask_proxy(request)
     registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())

@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import click
 
 from kproxy_core.app.control import send_request
-from kproxy_core.app.explain import ANSWERED, HUNG, REFUSED, Attempt, Dialled, connections, is_settled, result
+from kproxy_core.app.requests import Targets
+from kproxy_core.app.verify import (
+    ANSWERED,
+    HUNG,
+    REFUSED,
+    Attempt,
+    Expectation,
+    connections,
+    is_settled,
+    result,
+)
 from kproxy_core.cli.diff import DIFFERENT, SAME, UNCLEAR
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
@@ -43,11 +53,11 @@ class _Connection(NamedTuple):
 class Connector:
     """Opens TCP connections to targets at a limited rate, and closes them at once.
 
-    See `kproxy_core.app.explain.expectation` for the targets.
+    See `kproxy_core.app.verify.expectation` for the targets.
     """
 
     def __init__(
-        self, targets: Sequence[Dialled], events: Announcements[FlowEvent] | None, *,
+        self, targets: Sequence[Expectation], events: Announcements[FlowEvent] | None, *,
         rate: float, most: int, timeout: float,
     ) -> None:
         """Open *rate* connections per second, at most *most* to each target. *timeout* in seconds.
@@ -126,16 +136,14 @@ def read_targets(flags: Flags, service: str) -> Found:
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
+    request = Targets(service=service)
     if not OBJECTS & set(flags):
-        found = send_request({"do": "targets", "service": service})
-    else:
-        from kproxy_core.app.answers import expectations
-        from kproxy_core.app.explain import targets
-        from kproxy_core.cli.objects import read_objects
+        return send_request(request)
+    from kproxy_core.app.answers import targets
+    from kproxy_core.cli.objects import read_objects
 
-        with read_objects(flags, this_machine=True) as (plans, _, instance, *_):
-            found = {"mode": instance.mode, "targets": expectations(targets(plans, service), instance)}
-    return found
+    with read_objects(flags, this_machine=True) as found:
+        return targets(request, found)
 
 
 def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Found, str]:

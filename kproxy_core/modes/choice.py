@@ -21,7 +21,7 @@ from kproxy_core.modes.switch import start_backend
 log = logging.getLogger("kproxy.run")
 
 
-class Choice(NamedTuple):
+class ChosenMode(NamedTuple):
     config: Config
     """The effective configuration of the chosen mode."""
     instance: BackendInstance
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 def choose(
     configuration: Configuration, registry: Registry, wanted: str, families: tuple[Family, ...]
-) -> Choice:
+) -> ChosenMode:
     """Start the first working mode of *wanted* and its fallbacks; without *wanted*, of all modes.
 
     A process without CAP_NET_ADMIN cannot find out what the kernel lacks, and does not fall back.
@@ -55,7 +55,7 @@ def choose(
         fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
         if fallback:
             log.warning("falling back to another mode", extra={"fields": fallback._asdict()})
-        return Choice(configuration.of(mode), instance, fallback, instance.settings.families)
+        return ChosenMode(configuration.of(mode), instance, fallback, instance.settings.families)
     raise Unsupported(_nothing_works(registry, wanted, problems))
 
 

@@ -1,8 +1,10 @@
-"""The settings with which a mode serves on this machine."""
+"""What the operator configured, and the settings with which a mode serves on this machine."""
 
 import socket
 from collections.abc import Callable
 from pathlib import Path
+
+from msgspec import Struct
 
 from kproxy_core.config.file import FileConfig, did_you_mean, load
 from kproxy_core.config.flags import Flags
@@ -13,7 +15,6 @@ from kproxy_core.contract.values import BackendSettings, Description
 from kproxy_core.linux.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
-from kproxy_core.modes.switch import Terms
 from kproxy_core.plan.service_plan import includes_loopback
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.pacing import Pacing
@@ -24,6 +25,8 @@ class StartFailed(Exception):
 
 
 class Configuration:
+    """The flags and the file, resolved for each mode."""
+
     def __init__(self, flags: Flags, file: FileConfig | None) -> None:
         self.flags = flags
         self.file = file
@@ -55,6 +58,14 @@ class Configuration:
         """Replace the file by its new content."""
         self.file = file
         self._configs = {}
+
+
+class ModeSettings(Struct, frozen=True, kw_only=True):
+    """Everything that is set for one mode while it serves."""
+
+    backend: BackendSettings
+    node: NodeSettings
+    pacing: Callable[[], Pacing]
 
 
 def served_families() -> tuple[Family, ...]:
@@ -121,18 +132,16 @@ def pacing(config: Config) -> Pacing:
     return Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period)
 
 
-def terms_of_modes(
-    configuration: Configuration, registry: Registry, families: tuple[Family, ...]
-) -> Callable[[str], Terms]:
-    def terms(mode: str) -> Terms:
-        config = configuration.of(mode)
-        return Terms(
-            settings=serving_settings(config, registry, families),
-            node=node_settings(config, registry.load(mode)),
-            pacing=lambda: pacing(config),
-        )
-
-    return terms
+def mode_settings(
+    configuration: Configuration, registry: Registry, families: tuple[Family, ...], mode: str
+) -> ModeSettings:
+    """Return the settings of *mode*. Raises as `serving_settings` and `node_settings`, and ConfigError."""
+    config = configuration.of(mode)
+    return ModeSettings(
+        backend=serving_settings(config, registry, families),
+        node=node_settings(config, registry.load(mode)),
+        pacing=lambda: pacing(config),
+    )
 
 
 def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:

@@ -23,10 +23,10 @@ from kproxy_core.model.address import Address, Protocol, format_address, format_
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
 from kproxy_core.modes.retirement import RetiringModes, report
+from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.sync.pacing import Pacing
 
 # The start of a backend: it is made and checked before anything depends on it.
 
@@ -192,12 +192,6 @@ class SwitchFailed(Exception):
     """The old mode still serves; one line says why."""
 
 
-class Terms(Struct, frozen=True, kw_only=True):
-    settings: BackendSettings
-    node: NodeSettings
-    pacing: Callable[[], Pacing]
-
-
 class Comparison(Struct, frozen=True):
     """The caveats by which two modes differ for this node's Services."""
 
@@ -220,12 +214,12 @@ class ModeSwitch:
 
     def __init__(
         self, loop: Loop, registry: Registry, retiring: RetiringModes, journal: Journal, *,
-        instance: BackendInstance, configured: str, terms: Callable[[str], Terms],
+        instance: BackendInstance, configured: str, mode_settings: Callable[[str], ModeSettings],
         mode_changed: Callable[[BackendInstance], None],
     ) -> None:
         """*instance* serves already. *configured* is the configuration's mode, "" for none.
 
-        *terms* raises what a wrong configuration raises. *mode_changed* is called after each switch.
+        *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch.
         """
         self._loop = loop
         self._registry = registry
@@ -233,7 +227,7 @@ class ModeSwitch:
         self._journal = journal
         self.configured = configured
         """The mode in the configuration; "": none."""
-        self._terms = terms
+        self._mode_settings = mode_settings
         self._mode_changed = mode_changed
         self._busy = threading.Lock()
         self.instance = instance
@@ -242,7 +236,7 @@ class ModeSwitch:
     def compare(self, mode: str) -> Comparison:
         """Compare *mode* with the one that serves. Raises SwitchFailed if it cannot serve here."""
         with _failures():
-            detection = self._registry.detect(mode, self._terms(mode).settings)
+            detection = self._registry.detect(mode, self._mode_settings(mode).backend)
             if not detection.usable:
                 raise SwitchFailed(_does_not_work(mode, detection.because))
             before, after = self._caveats(self.instance.mode), self._caveats(mode)
@@ -275,19 +269,19 @@ class ModeSwitch:
     def prove(self) -> None:
         """Prove that the serving mode's rules are in the kernel and work. Raises SwitchFailed."""
         with self._busy, _failures():
-            terms, instance = self._terms(self.instance.mode), self.instance
+            settings, instance = self._mode_settings(self.instance.mode), self.instance
             try:
                 self._loop.call(self._loop.hold)
-                updates = self._loop.call(partial(self._loop.updates, terms.node))
+                updates = self._loop.call(partial(self._loop.updates, settings.node))
                 prove(self._loop, instance, updates, log.debug)
             finally:
                 self._loop.call(
-                    lambda: self._loop.serve_with(instance, terms.node, terms.pacing, Scope.CHANGED))
+                    lambda: self._loop.serve_with(instance, settings.node, settings.pacing, Scope.CHANGED))
 
     def _switch(self, mode: str, report_progress: ReportProgress) -> None:
-        terms, old = self._terms(mode), self.instance
+        settings, old = self._mode_settings(mode), self.instance
         try:
-            new = self._loop.call(partial(start_backend, self._registry, mode, terms.settings))
+            new = self._loop.call(partial(start_backend, self._registry, mode, settings.backend))
         except Unsupported as error:
             raise SwitchFailed(_does_not_work(mode, str(error))) from error
         report_progress(f"{mode} works here")
@@ -300,13 +294,13 @@ class ModeSwitch:
             report(mode, self._registry.supersede(mode, dry_run=False))
         log.info("switching modes", extra={"fields": {"before": old.mode, "after": mode}})
         try:
-            self._try_out(new, terms.node, report_progress)
+            self._try_out(new, settings.node, report_progress)
             self._journal.write(Entry(self.configured, old.mode, mode, Phase.SERVING))
         except Exception as error:
             report_progress(f"rolling back: {error}")
             self._roll_back(new)
             raise
-        self._loop.call(lambda: self._loop.serve_with(new, terms.node, terms.pacing, Scope.CHANGED))
+        self._loop.call(lambda: self._loop.serve_with(new, settings.node, settings.pacing, Scope.CHANGED))
         self.instance = new
         self._mode_changed(new)
         report_progress(f"{mode} serves")
@@ -340,14 +334,14 @@ class ModeSwitch:
     def _roll_back(self, new: BackendInstance) -> None:
         """Resync the old mode, then retire the new one."""
         old = self.instance
-        terms = self._terms(old.mode)
+        settings = self._mode_settings(old.mode)
 
         def restore() -> None:
             try:
-                for update in self._loop.updates(terms.node):
+                for update in self._loop.updates(settings.node):
                     _sync(old, update)
             finally:  # the loop retries whatever could not be restored now
-                self._loop.serve_with(old, terms.node, terms.pacing, Scope.RESYNC)
+                self._loop.serve_with(old, settings.node, settings.pacing, Scope.RESYNC)
 
         try:
             self._loop.call(restore)
@@ -368,11 +362,11 @@ class ModeSwitch:
             self._journal.write(Entry(self.configured, mode, mode, Phase.SERVING))
 
     def _caveats(self, mode: str) -> list[Caveat]:
-        terms = self._terms(mode)
+        settings = self._mode_settings(mode)
 
         def ask() -> list[Caveat]:
-            found = [self._registry.caveats(mode, update, terms.settings)
-                     for update in self._loop.updates(terms.node)]
+            found = [self._registry.caveats(mode, update, settings.backend)
+                     for update in self._loop.updates(settings.node)]
             return list(dict.fromkeys(caveat for caveats in found for caveat in caveats))
 
         return self._loop.call(ask)

@@ -201,27 +201,19 @@ _LONGEST = 10.0
 """Seconds for one answer."""
 
 
-Services = Callable[[str, str, int, int], Mapping[str, Any]]
-"""Returns the Services that a search finds, in an order, from a place on, and how many of them."""
-
-Explain = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Answers a question about packets: ``to``, ``from`` and ``origin``. A refusal is in ``problem``."""
+AnswerTo = Callable[[Mapping[str, str]], Mapping[str, Any]]
+"""Answers the question with the given fields. A refusal is in ``problem``."""
 
 
 def page_handlers(
-    status: Callable[[], Mapping[str, Any]], services: Services, explain: Explain
+    status: Callable[[], Mapping[str, Any]], services: AnswerTo, explain: AnswerTo
 ) -> dict[str, Handler]:
-    def found(request: Request) -> Mapping[str, Any]:
-        asked = dict(request.options)
-        start, count = (_number(asked.get(name, "")) for name in ("start", "count"))
-        return services(
-            asked.get("search", "")[:200], asked.get("sort", "name"), start, min(count or 50, 200))
-
+    """Return the handlers of the page, which asks for the *status*, for *services*, and to *explain*."""
     return {
         PAGE.removesuffix("/"): lambda _: Answer(302, b"", headers=(("Location", PAGE),)),
         PAGE: lambda _: _page(),
         f"{PAGE}status.json": lambda request: _json(request, status),
-        f"{PAGE}services.json": lambda request: _json(request, lambda: found(request)),
+        f"{PAGE}services.json": lambda request: _json(request, lambda: services(dict(request.options))),
         f"{PAGE}explain.json": lambda request: _json(request, lambda: explain(dict(request.options))),
     }
 
@@ -250,10 +242,6 @@ def _json(request: Request, make: Callable[[], Mapping[str, Any]]) -> Slow:
         return Answer(200, body, "application/json", (("Cache-Control", "no-store"),))
 
     return Slow(answer, _LONGEST, Turn.IN_ORDER, same=(request.path, request.query))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 0
 
 
 # Answers of the health and the metrics server by path (kube-proxy 1.36, cmd/kube-proxy/app).

@@ -28,7 +28,8 @@ from kproxy_core.model.events import Complete, ServiceSet
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.journal import Journal
 from kproxy_core.modes.retirement import RetiringModes
-from kproxy_core.modes.switch import ModeSwitch, Terms
+from kproxy_core.modes.settings import ModeSettings
+from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.testing.builders import service
@@ -168,13 +169,13 @@ class Room:
         self.serving: list[BackendInstance] = []
         self.switch = ModeSwitch(
             self.rig.loop, self.registry, self.retiring, self.journal, instance=instance, configured="old",
-            terms=self.terms, mode_changed=self.serving.append,
+            mode_settings=self.settings_of, mode_changed=self.serving.append,
         )
         self.thread = threading.Thread(target=self.rig.loop.run, daemon=True)
 
-    def terms(self, mode: str) -> Terms:
-        return Terms(settings=SETTINGS, node=self.node,
-                     pacing=lambda: Pacing(min_interval=0.0, retry_cap=30.0, shortest_rest=0.0))
+    def settings_of(self, mode: str) -> ModeSettings:
+        return ModeSettings(backend=SETTINGS, node=self.node,
+                            pacing=lambda: Pacing(min_interval=0.0, retry_cap=30.0, shortest_rest=0.0))
 
     def start(self) -> None:
         self.thread.start()

@@ -3,7 +3,7 @@
 
 from msgspec import structs
 
-from kproxy_core.app.explain import changes, changes_in_kernel, document
+from kproxy_core.app.changes import changes, changes_in_kernel, document
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service

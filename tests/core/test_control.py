@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from kproxy_core import __version__
 from kproxy_core.app import control
-from kproxy_core.app.control import ControlServer, NoProxy, RequestRefused, send_request
+from kproxy_core.app.control import ControlServer, send_request
+from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.requests import Plans, Request, Top
 from kproxy_core.linux import process as privileges
 from tests.core.other_user import as_nobody
 
@@ -24,7 +27,7 @@ import contextlib, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(chr(0) + sys.argv[1])
     with contextlib.suppress(OSError):
-        connection.sendall(b'{"do": "count", "to": 0}' + bytes([10]))
+        connection.sendall(b'{"do": "top", "start": 0}' + bytes([10]))
     print(connection.makefile().readline())
 """
 
@@ -37,12 +40,14 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
     return own
 
 
-def answer(request: Mapping[str, Any], report_progress: Callable[[str], None]) -> Mapping[str, Any]:
-    if request.get("do") != "count":
-        raise RequestRefused("no such request")
-    for number in range(int(request["to"])):
+def answer(request: Request, report_progress: Callable[[str], None]) -> Mapping[str, Any]:
+    if not isinstance(request, Top):
+        raise RequestRefused("only counting here")
+    if request.search:
+        raise KeyError(request.search)
+    for number in range(request.start):
         report_progress(str(number))
-    return {"counted": request["to"]}
+    return {"status": {}, "services": [], "found": request.start, "all": 0, "counted": False}
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def server() -> Iterator[ControlServer]:
 
 
 def count(to: int = 1) -> object:
-    return send_request({"do": "count", "to": to}, lambda line: None)["counted"]
+    return send_request(Top(start=to))["found"]
 
 
 def connected() -> socket.socket:
@@ -76,20 +81,46 @@ def answer_to_client(*command: str, **options: Any) -> dict[str, Any]:
 
 def test_a_request_is_answered_line_by_line(server: ControlServer) -> None:
     lines: list[str] = []
-    assert send_request({"do": "count", "to": 3}, lines.append)["counted"] == 3
+    assert send_request(Top(start=3), lines.append)["found"] == 3
     assert lines == ["0", "1", "2"]
 
 
 def test_a_refused_request_has_a_reason(server: ControlServer) -> None:
-    with pytest.raises(RequestRefused, match="no such request"):
-        send_request({"do": "dance"}, print)
+    with pytest.raises(RequestRefused, match="only counting here"):
+        send_request(Plans())
+
+
+@pytest.mark.parametrize(("given", "problem"), [
+    ({"do": "dance"}, f"unknown request 'dance': this is kproxy {__version__}"),
+    ({"do": ["top"]}, f"unknown request ['top']: this is kproxy {__version__}"),
+    ({"mode": "x"}, f"unknown request None: this is kproxy {__version__}"),
+    ({"do": "switch"}, "request 'switch': Object missing required field `mode`"),
+    ({"do": "switch", "mode": 7}, "request 'switch': mode: Expected `str`, got `int`"),
+    ({"do": "explain", "to": "web", "from": None}, "request 'explain': from: Expected `str`, got `null`"),
+    ({"do": "top", "count": 0}, "request 'top': count: Expected `int` >= 1"),
+    ({"do": "top", "sort": "luck"}, "request 'top': sort: Invalid enum value 'luck'"),
+    ({"do": "top", "search": "x" * 201}, "request 'top': search: Expected `str` of length <= 200"),
+], ids=str)  # fmt: skip
+def test_a_bad_request_is_answered_with_its_field(
+    server: ControlServer, given: dict[str, object], problem: str
+) -> None:
+    with connected() as connection:
+        connection.sendall(json.dumps(given).encode() + b"\n")
+        assert json.loads(connection.makefile().readline()) == {"ok": False, "problem": problem}
+
+
+def test_fields_of_a_newer_command_are_ignored(server: ControlServer) -> None:
+    with connected() as connection:
+        connection.sendall(b'{"do": "top", "start": 2, "colour": "red"}\n')
+        *_, last = connection.makefile()
+        assert json.loads(last)["found"] == 2
 
 
 def test_a_request_that_fails_unexpectedly_is_answered_and_logged(
     server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(RequestRefused, match="KeyError"):
-        send_request({"do": "count"}, print)
+        send_request(Top(search="nothing"))
     assert "control request failed unexpectedly" in caplog.text
     assert count(1) == 1
 
@@ -108,7 +139,7 @@ def test_nonsense_ends_only_its_own_connection(server: ControlServer, nonsense: 
 
 def test_a_client_that_disconnects_does_not_stop_its_request(server: ControlServer) -> None:
     with connected() as connection:
-        connection.sendall(json.dumps({"do": "count", "to": 100_000}).encode() + b"\n")
+        connection.sendall(json.dumps({"do": "top", "start": 100_000}).encode() + b"\n")
     assert count() == 1
 
 
@@ -194,15 +225,16 @@ def test_between_processes_with_the_same_few_capabilities_it_works(prefix: str) 
     serve = f"""
 from kproxy_core.app import control
 control.PREFIX = {prefix!r}
-server = control.ControlServer(lambda request, report_progress: {{"served": True}})
+server = control.ControlServer(lambda request, report_progress: {{"mode": "served", "plans": []}})
 server.start()
 print("serving", flush=True)
 input()
 """
     ask = f"""
 from kproxy_core.app import control
+from kproxy_core.app.requests import Plans
 control.PREFIX = {prefix!r}
-print(control.send_request({{}}, print)["served"])
+print(control.send_request(Plans())["mode"])
 """
     process = subprocess.Popen([*few, serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
@@ -211,7 +243,7 @@ print(control.send_request({{}}, print)["served"])
         done = subprocess.run([*few, ask], capture_output=True, text=True, check=False)
         refused = answer_to_client()
         process.communicate(b"\n")
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "served\n", done.stderr
     assert "run the command with those of the proxy" in refused["problem"]
 
 
@@ -270,7 +302,8 @@ def test_two_proxies_in_one_namespace_are_not_confused(server: ControlServer) ->
 
 
 @pytest.mark.parametrize("reply", [
-    b'{"ok": false, "problem": "\\u001b]0;hacked\\u0007"}\n', b'{"ok": true, "x": [{"y": "\\u001b[2J"}]}\n',
+    b'{"ok": false, "problem": "\\u001b]0;hacked\\u0007"}\n', b'{"ok": true, "x": []}\n',
+    b'{"ok": true, "mode": "x", "plans": [{"y": "\\u001b[2J"}]}\n',
     b'{"told": "\\u001b[2J\\u009b"}\n', b"{}\n", b"[]\n", b"[" * 50_000 + b"\n", b"\x1b[2J\n", b"",
 ], ids=repr)  # fmt: skip
 def test_a_hostile_answer_is_an_error_in_printable_text(reply: bytes, prefix: str) -> None:
@@ -285,9 +318,20 @@ def test_a_hostile_answer_is_an_error_in_printable_text(reply: bytes, prefix: st
             client.sendall(reply)
             os._exit(0)
         try:
-            lines.append(str(send_request({"do": "count"}, lines.append)))
+            lines.append(str(send_request(Plans(), lines.append)))
         except RequestRefused as error:
             lines.append(str(error))
         os.waitpid(process, 0)
     assert lines
     assert all(line.isprintable() for line in lines), lines
+
+
+def test_the_answer_of_an_incompatible_version_is_one_clear_error(prefix: str) -> None:
+    def old(request: Request, report_progress: Callable[[str], None]) -> Mapping[str, Any]:
+        return {"mode": "x"}
+
+    server = ControlServer(old)
+    server.start()
+    with pytest.raises(RequestRefused, match="answer has no 'plans': it runs another version"):
+        send_request(Plans())
+    server.stop()

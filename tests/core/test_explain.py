@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
+from kproxy_core.app.errors import NoAnswer
 from kproxy_core.app.explain import (
     Case,
     InterfaceTowards,
     Json,
-    NoAnswer,
     answer,
     cases,
     decide_case,

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,36 @@ def test_manifests_are_explained_with_the_rules_that_a_proxy_would_write() -> No
     )
     assert "10.96.0.10:80/TCP: ClusterIP of shop/web:http, file web.yaml" in done.stdout
     assert "kernel      agrees (nftables, as a proxy would write it)" in done.stdout
+
+
+def test_the_page_answers_as_the_command_does(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--profiling") as proxy:
+        proxy.await_health()
+
+        def page(question: str) -> dict[str, Any]:
+            status, body = proxy.get(10249, f"/debug/kproxy/{question}")
+            assert status == 200
+            found: dict[str, Any] = json.loads(body)
+            return found
+
+        command = node.run(KPROXY, "explain", "10.1.9.9", "shop/web", "-o", "json")
+        assert page("explain.json?to=shop/web&from=10.1.9.9")["packets"] == json.loads(command)["packets"]
+        assert page("explain.json?from=pod") == {
+            "problem": "request 'explain': Object missing required field `to`"}
+        assert page("services.json?sort=luck") == {
+            "problem": "request 'top': sort: Invalid enum value 'luck'"}
+        top = json.loads(node.run(KPROXY, "top", "--once", "-o", "json", "--count=1", "--sort=name"))
+        assert page("services.json?count=1")["services"] == top["services"]
+
+
+def test_a_start_imports_no_answers() -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, kproxy_core.app.assembly; print(*sys.modules, sep='\\n')"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()
+    assert "kproxy_core.app.requests" in loaded
+    assert not {f"kproxy_core.app.{name}" for name in ("answers", "changes", "explain", "overview", "verify")
+                } & set(loaded)  # fmt: skip
 
 
 def test_questions_without_an_answer_end_with_one_line(node: Namespace) -> None:

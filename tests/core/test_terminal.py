@@ -14,7 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from kproxy_core.app import control
-from kproxy_core.app.control import ControlServer, RequestRefused
+from kproxy_core.app.control import ControlServer
+from kproxy_core.app.errors import RequestRefused
+from kproxy_core.app.requests import Compare, Request, Switch, Top
 from kproxy_core.cli import kproxy
 from kproxy_core.cli.modes import DescribedMode, Report, formatted
 from kproxy_core.cli.terminal import bad, hint
@@ -98,13 +100,14 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that runs here, and answers about modes."""
     monkeypatch.setattr(control, "PREFIX", f"kproxy/test-{secrets.token_hex(4)}/")
 
-    def answer(request: Mapping[str, Any], report_progress: Callable[[str], None]) -> Mapping[str, Any]:
-        if request["do"] == "top":
+    def answer(request: Request, report_progress: Callable[[str], None]) -> Mapping[str, Any]:
+        if isinstance(request, Top):
             return {"status": {"node": "n1", "mode": "old", "healthy": True, "problems": []},
                     "found": 0, "all": 0, "counted": True, "services": []}
-        if request["mode"] == "absent":
+        assert isinstance(request, Compare | Switch)
+        if request.mode == "absent":
             raise RequestRefused("no backend provides mode 'absent'")
-        if request["do"] == "compare":
+        if isinstance(request, Compare):
             lost = {"what": "is not served", "lost": True, "only_here": False, "service_port": "default/web"}
             return {"mode": "old", "appearing": [lost], "disappearing": [], "loses": True,
                     "kernel": [{"family": "IPv4", "operations": 7}]}

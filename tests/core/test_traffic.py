@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.app.explain import ANSWERED, HUNG, REFUSED, Attempt, connections, is_settled, result
+from kproxy_core.app.verify import ANSWERED, HUNG, REFUSED, Attempt, connections, is_settled, result
 from kproxy_core.model.address import parse_address
 from kproxy_core.testing.builders import destinations
 from tests.core.bpf_places import confined, inside

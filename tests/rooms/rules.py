@@ -81,7 +81,7 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 ONLY_ENCODE = ("kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables")
 """The pure modules of `linux`, which pure modules may import."""
 
-ONLY_ANSWERS = ("kproxy_core.app.explain",)
+ONLY_ANSWERS = ("kproxy_core.app.changes", "kproxy_core.app.explain", "kproxy_core.app.verify")
 """The modules of other rooms that only compute."""
 
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")

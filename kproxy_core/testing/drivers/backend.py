@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.app.answers import answers, cases_of, snapshots
+from kproxy_core.app.answers import cases_of, explain_cases, snapshots
+from kproxy_core.app.requests import Explain, parse_texts
 from kproxy_core.config.file import decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.calls import BackendInstance
@@ -148,8 +149,9 @@ class BackendDriver(Driver):
             return None
         plans = snapshots(self._loop)
         with self.node.entered():
-            cases = [case for request in requests for case in cases_of(request, plans, live=True)]
-            return answers(cases, self._instance, [()] * len(cases), live=True)
+            asked = [parse_texts(Explain, request) for request in requests]
+            cases = [case for one in asked for case in cases_of(one, plans, live=True)]
+            return explain_cases(cases, self._instance, [()] * len(cases), live=True)
 
     def announced(self) -> str:
         if self._loop is None or self._problem:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from kproxy_core.app.control import send_request
+from kproxy_core.app.requests import Explain, parse_texts
 from kproxy_core.testing.apiserver.server import Server
 from kproxy_core.testing.apiserver.store import Store
 from kproxy_core.testing.drivers.driver import NO_OPTIONS, Options, ProxyDriver
@@ -51,7 +52,7 @@ class KproxyDriver(ProxyDriver):
         if not self.is_running:
             return None
         with self.node.entered():
-            answers = [send_request({"do": "explain", **request}) for request in requests]
+            answers = [send_request(parse_texts(Explain, request)) for request in requests]
         return [packet for answer in answers for packet in answer["packets"]]
 
     def arguments(self, mode: str, config: Path) -> list[str]:
