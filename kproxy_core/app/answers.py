@@ -74,14 +74,14 @@ class Snapshot:
         return self._live.origin(service)
 
 
-def take(loop: Loop) -> dict[Family, Snapshot]:
+def take_snapshots(loop: Loop) -> dict[Family, Snapshot]:
     """Return the plans of all families at one moment. On the loop's thread."""
     return {family: Snapshot(loop, plans) for family, plans in loop.plans.items()}
 
 
 def snapshots(loop: Loop) -> dict[Family, Snapshot]:
-    """As `take`, on any other thread."""
-    return loop.call(partial(take, loop))
+    """As `take_snapshots`, on any other thread."""
+    return loop.call(partial(take_snapshots, loop))
 
 
 class PlannedNode(Protocol):
@@ -129,7 +129,7 @@ def explain_cases(
     sides: dict[int, KernelSide] = {}
     for family in Family:
         of_family = [at for at, case in enumerate(found) if case.question.node.family is family]
-        given = _ask(instance, [found[at] for at in of_family], live=live)
+        given = _kernel_sides(instance, [found[at] for at in of_family], live=live)
         sides |= dict(zip(of_family, given or (), strict=given is not None))
     return [
         answer(case, sides.get(at), mode=instance.mode, live=live, caveats=caveats[at])
@@ -174,7 +174,7 @@ def diff(node: PlannedNode) -> Answer:
 
 def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[Json]:
     """Return the live kernel's deviations for *packets*. Raises NoAnswer."""
-    sides = _ask(instance, packets, live=True)
+    sides = _kernel_sides(instance, packets, live=True)
     if sides is None:
         raise NoAnswer(f"mode {instance.mode} cannot explain its rules")
     return list(differences(packets, sides))
@@ -197,7 +197,7 @@ def targets(asked: Targets, node: PlannedNode) -> Answer:
         of_family = [case for case in found if case.question.node.family is family]
         sides: Sequence[KernelSide | None] | None = None
         with suppress(NoAnswer):
-            sides = _ask(node.instance, of_family, live=True)
+            sides = _kernel_sides(node.instance, of_family, live=True)
         expected += map(verify.expectation, of_family, sides or repeat(None))
     return {"mode": node.instance.mode, "targets": expected}
 
@@ -217,7 +217,9 @@ def _interface_towards(address: Address) -> str:
         return interface_towards(address)
 
 
-def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> Sequence[KernelSide] | None:
+def _kernel_sides(
+    instance: BackendInstance, packets: Sequence[Case], *, live: bool
+) -> Sequence[KernelSide] | None:
     """Return the kernel's side of packets of one family; None: the mode has none. Raises NoAnswer."""
     if not packets:
         return ()
@@ -345,7 +347,7 @@ class Answers:
 
     def _moment(self) -> _Moment:
         """On the loop's thread."""
-        return _Moment(take(self._loop), self._registry, self._switch.instance, self._settings_of)
+        return _Moment(take_snapshots(self._loop), self._registry, self._switch.instance, self._settings_of)
 
     def _operations(self, mode: str) -> Sequence[Json]:
         settings, serving = self._mode_settings(mode), self._switch.instance
