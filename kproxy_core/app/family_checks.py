@@ -33,8 +33,9 @@ def doubts(
         yield f"{kind}, but this machine does not have {primary.label}"
     if settings.node_ports == ():
         yield "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"
-    elif settings.node_ports != "primary":
-        yield from _node_ports_of_one_family(config, settings.node_ports, families, node)
+    elif "primary" not in settings.node_ports:
+        networks = [network for network in settings.node_ports if network != "primary"]
+        yield from _node_ports_of_one_family(config, networks, families, node)
     if _none_in(primary, config.cluster_cidrs):
         yield f"{kind}, but clusterCIDR has only {other}"
     if node is not None and _none_in(primary, node.pod_cidrs):

@@ -25,7 +25,7 @@ from kproxy_core.config.file import (
     VModule,
 )
 from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
-from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
+from kproxy_core.model.address import Address, Cidr, Family, format_socket, parse_address, parse_cidr
 from kproxy_core.model.duration import DefaultDuration, Duration, duration_from
 from kproxy_core.model.node import LONGEST_INTERFACE, NodePortAddresses, is_interface_name
 
@@ -295,18 +295,29 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
 
 
 def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:
-    """Parse CIDRs, or the single word ``primary``. Raises ConfigError that names each wrong word."""
-    if list(words) == ["primary"]:
-        return "primary"
-    cidrs, problems = [], []
+    """Parse CIDRs and the keywords of kube-proxy 1.37, which stand for networks, in any combination.
+
+    Raises ConfigError that names each wrong word.
+    """
+    found: list[Cidr | Literal["primary"]] = []
+    problems = []
     for index, word in enumerate(words):
-        try:
-            cidrs.append(parse_cidr(word.strip()))
-        except ValueError:
-            problems.append(Problem(f"nodePortAddresses[{index}]", word, "must be a CIDR, or only 'primary'"))
+        match text := word.strip():
+            case "primary":
+                found.append(text)
+            case "localhost":
+                found += [family.loopback_cidr for family in Family]
+            case "all":
+                found += [Cidr(family.unspecified, 0) for family in Family]
+            case _:
+                try:
+                    found.append(parse_cidr(text))
+                except ValueError:
+                    problems.append(Problem(
+                        f"nodePortAddresses[{index}]", word, "must be a CIDR, primary, localhost or all"))
     if problems:
         raise ConfigError(tuple(problems))
-    return tuple(cidrs)
+    return tuple(found)
 
 
 class _Parser:

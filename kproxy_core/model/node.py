@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 
-NodePortAddresses = tuple[Cidr, ...] | Literal["primary"]
-"""Networks whose addresses serve node ports. (): all addresses; primary: the node's own."""
+NodePortAddresses = tuple[Cidr | Literal["primary"], ...]
+"""Networks whose addresses serve node ports. (): all addresses; primary: the node's own address."""
 
 LONGEST_INTERFACE: Final = 15
 """Characters of an interface's name (IFNAMSIZ in linux/if.h, without the final 0)."""

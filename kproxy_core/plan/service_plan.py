@@ -197,9 +197,9 @@ def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView
 
 # The addresses of the node that serve node ports.
 #
-# kube-proxy 1.36, pkg/proxy/util/nodeport_addresses.go. Unlike there, a family serves no node ports at
-# all if they are restricted to an unknown set of addresses: with ``primary`` while the node's address is
-# unknown, and with networks of the other family only.
+# kube-proxy 1.36, pkg/proxy/util/nodeport_addresses.go, with the combinations that 1.37 allows. Unlike
+# there, a family serves no node ports at all if they are restricted to an unknown set of addresses: with
+# ``primary`` alone while the node's address is unknown, and with networks of the other family only.
 
 class NodePortSelection(NamedTuple):
     addresses: tuple[Address, ...]
@@ -214,27 +214,29 @@ def select_node_port_addresses(
     wanted: NodePortAddresses, own: Address | None, addresses: Collection[Address], family: Family
 ) -> NodePortSelection:
     """Select those of the node's *addresses*. *own* is its address in *family*, None: unknown."""
-    if wanted == "primary":
-        if own is None:
-            return NodePortSelection((), problem=f"the node's own {family.label} address is not known")
-        networks = [Cidr(own, family.bits)]
-    else:
-        networks = [network for network in wanted if network.family is family]
-        if not wanted or any(network.prefix == 0 for network in networks):
-            return NodePortSelection(_within([Cidr(family.unspecified, 0)], addresses), anywhere=True)
-        if not networks:
-            return NodePortSelection((), problem=f"nodePortAddresses has no {family.label} network")
+    networks = _networks(wanted, family)
+    if not wanted or any(network.prefix == 0 for network in networks):
+        return NodePortSelection(_within([Cidr(family.unspecified, 0)], addresses), anywhere=True)
+    is_primary = "primary" in wanted
+    if is_primary and own is not None:
+        networks.append(Cidr(own, family.bits))
     chosen = _within(networks, addresses)
-    if not chosen:
-        return NodePortSelection((), problem=f"no address of this node is in {', '.join(map(str, networks))}")
-    return NodePortSelection(chosen)
+    if chosen:
+        return NodePortSelection(chosen)
+    if is_primary and own is None:
+        return NodePortSelection((), problem=f"the node's own {family.label} address is not known")
+    if not networks:
+        return NodePortSelection((), problem=f"nodePortAddresses has no {family.label} network")
+    return NodePortSelection((), problem=f"no address of this node is in {', '.join(map(str, networks))}")
 
 
 def includes_loopback(wanted: NodePortAddresses, family: Family) -> bool:
-    if wanted == "primary":
-        return False
     first = family.loopback_cidr.network
-    return not wanted or any(n.family is family and (first in n or is_loopback(n.network)) for n in wanted)
+    return not wanted or any(first in n or is_loopback(n.network) for n in _networks(wanted, family))
+
+
+def _networks(wanted: NodePortAddresses, family: Family) -> list[Cidr]:
+    return [network for network in wanted if network != "primary" and network.family is family]
 
 
 def _within(networks: Collection[Cidr], addresses: Iterable[Address]) -> tuple[Address, ...]:

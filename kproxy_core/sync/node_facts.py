@@ -51,7 +51,8 @@ class NodeFacts:
         if self._reported.get(family, "") != problem:
             self._reported[family] = problem
             if problem:
-                log.warning("node ports are not served", extra={
+                to_whom = " to other machines" if view.node_ports_on_loopback else ""
+                log.warning("node ports are not served%s", to_whom, extra={
                     "fields": {"ip_family": family.label, "reason": problem}
                 })
         return view

@@ -315,6 +315,12 @@ def test_localhost_is_not_opened_where_it_serves_no_node_ports(
     assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "0"
 
 
+def test_localhost_beside_primary_is_opened(node: Namespace, manifests: Path) -> None:
+    node.run(KPROXY, "--init-only", "--mode=iptables", f"--manifests={manifests}",
+             "--nodeport-addresses=primary,localhost")
+    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "1"
+
+
 def test_there_may_be_no_health_server(node: Namespace, manifests: Path) -> None:
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--healthz-port=0") as proxy:
         deadline = time.monotonic() + PATIENCE

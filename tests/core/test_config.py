@@ -10,10 +10,12 @@ from kproxy_core.config.settings import (
     BindAddress,
     Config,
     DetectLocalMode,
+    effective,
     parse_node_port_addresses,
     resolve,
 )
 from kproxy_core.model.address import parse_address, parse_cidr
+from kproxy_core.testing.builders import cidrs
 from tests.core.golden import golden
 
 HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"
@@ -136,7 +138,7 @@ def test_a_file_replaces_the_flags_except_those_that_count_beside_it() -> None:
     assert alone.metrics_bind_address == bind("10.0.0.9", 2)
     assert alone.detect_local_mode is DetectLocalMode.NODE_CIDR
     assert (alone.bridge_interface, alone.interface_name_prefix) == ("br0", "veth")
-    assert alone.node_port_addresses == "primary"
+    assert alone.node_port_addresses == ("primary",)
     assert alone.masquerade_all
     assert alone.notices == ()
     assert beside.healthz_bind_address == bind("0.0.0.0", 10256)
@@ -219,7 +221,7 @@ def test_cluster_cidrs() -> None:
 
 def test_node_port_addresses() -> None:
     assert from_file("").node_port_addresses == ()
-    assert from_file("nodePortAddresses: [primary]\n").node_port_addresses == "primary"
+    assert from_file("nodePortAddresses: [primary]\n").node_port_addresses == ("primary",)
     assert from_file("nodePortAddresses: [10.0.0.0/8, '::/0']\n").node_port_addresses == (
         parse_cidr("10.0.0.0/8"),
         parse_cidr("::/0"),
@@ -228,7 +230,26 @@ def test_node_port_addresses() -> None:
         parse_cidr("10.0.0.0/8"),
         parse_cidr("::/0"),
     )
-    assert parse_node_port_addresses(("primary",)) == "primary"
+    assert parse_node_port_addresses(("primary",)) == ("primary",)
+
+
+LOOPBACK = cidrs("127.0.0.0/8 ::1/128")
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("localhost", LOOPBACK),
+    ("primary,localhost", ("primary", *LOOPBACK)),
+    ("localhost,10.0.0.0/8,primary", (*LOOPBACK, *cidrs("10.0.0.0/8"), "primary")),
+    ("all", cidrs("0.0.0.0/0 ::/0")),
+    ("10.0.0.0/8, all", cidrs("10.0.0.0/8 0.0.0.0/0 ::/0")),
+])
+def test_keywords_of_node_port_addresses_combine(words: str, wanted: object) -> None:
+    flagged = resolve(Flags(nodeport_addresses=words), None)
+    assert flagged.node_port_addresses == wanted
+    filed = from_file(f"nodePortAddresses: [{words}]\n")
+    assert filed.node_port_addresses == wanted
+    assert (filed.notices, flagged.notices) == ((), ())
+    assert effective(filed)["nodePortAddresses"] == [word.strip() for word in words.split(",")]
 
 
 def test_feature_gates() -> None:
@@ -247,7 +268,7 @@ def test_a_gate_may_stand_for_its_stage() -> None:
     assert gates["AllowServiceExternalIPs"]
 
 
-CIDR = "must be a CIDR, or only 'primary'"
+CIDR = "must be a CIDR, primary, localhost or all"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +319,7 @@ CIDR = "must be a CIDR, or only 'primary'"
         ),
         ("bindAddress: 10.0.0.0/8", "bindAddress: '10.0.0.0/8': must be an IP address"),
         ("nodePortAddresses: [x]", f"nodePortAddresses[0]: 'x': {CIDR}"),
-        ("nodePortAddresses: [10.0.0.0/8, primary]", f"nodePortAddresses[1]: 'primary': {CIDR}"),
+        ("nodePortAddresses: [primary, Localhost]", f"nodePortAddresses[1]: 'Localhost': {CIDR}"),
         (
             "showHiddenMetricsForVersion: '1.34'",
             "showHiddenMetricsForVersion: '1.34': must be the previous minor version, 1.35",
@@ -387,7 +408,7 @@ def test_all_problems_are_reported_at_once_with_their_options() -> None:
             v="-1",
             logging_format="xml",
             detect_local_mode="BridgeInterface",
-            nodeport_addresses="x,primary",
+            nodeport_addresses="x,primary,127.0.0.1",
             bind_address="y",
             hostname_override="\t",
         )
@@ -398,5 +419,5 @@ def test_all_problems_are_reported_at_once_with_their_options() -> None:
         "--bind-address: 'y': must be an IP address",
         "--hostname-override: '\\t': must not be blank",
         f"--nodeport-addresses[0]: 'x': {CIDR}",
-        f"--nodeport-addresses[1]: 'primary': {CIDR}",
+        f"--nodeport-addresses[2]: '127.0.0.1': {CIDR}",
     ]

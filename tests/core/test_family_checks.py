@@ -65,6 +65,9 @@ def test_an_unusable_family_ends_the_start(text: str, families: tuple[Family, ..
     [
         ("", (V4, V6), FOUR, [EVERYWHERE]),
         ("nodePortAddresses: [primary]", (V4, V6), FOUR, []),
+        ("nodePortAddresses: [all]", (V4, V6), FOUR, []),
+        ("nodePortAddresses: [localhost]", (V4, V6), FOUR, []),
+        ("nodePortAddresses: [10.0.0.0/8, primary]", (V4, V6), FOUR, []),
         ("nodePortAddresses: ['fd00::/8']", (V4, V6), FOUR,
          [ONLY_IPV6]),
         ("nodePortAddresses: [10.0.0.0/8]", (V4, V6), FOUR, [ONLY_IPV4]),

@@ -94,7 +94,7 @@ def test_node_ports_are_served_on_the_addresses_within_the_networks() -> None:
 def test_primary_is_the_nodes_own_address_and_nothing_while_that_is_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    known = facts(None, node_ports="primary")
+    known = facts(None, node_ports=("primary",))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             view = known.view(V4)
@@ -102,6 +102,25 @@ def test_primary_is_the_nodes_own_address_and_nothing_while_that_is_unknown(
     assert [record.getMessage() for record in caplog.records] == ["node ports are not served"]
     known.node = NODE
     assert known.view(V4).node_port_addresses == addresses("192.0.2.2")
+
+
+def test_primary_beside_networks_adds_the_nodes_own_address(caplog: pytest.LogCaptureFixture) -> None:
+    known = facts(None, node_ports=("primary", *cidrs("10.1.0.0/16 127.0.0.0/8")))
+    with caplog.at_level(logging.WARNING):
+        assert known.view(V4).node_port_addresses == addresses("10.1.0.1")
+        known.node = NODE
+        view = known.view(V4)
+    assert (view.node_port_addresses, view.node_ports_on_loopback) == (addresses("10.1.0.1 192.0.2.2"), True)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_loopback_alone_is_said_not_to_serve_other_machines(caplog: pytest.LogCaptureFixture) -> None:
+    known = facts(node_ports=cidrs("127.0.0.0/8"))
+    with caplog.at_level(logging.WARNING):
+        view = known.view(V4)
+    assert (view.node_port_addresses, view.node_ports_on_loopback) == ((), True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "node ports are not served to other machines"]
 
 
 def test_each_family_gets_its_own_service_cidrs() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_core.config.settings import parse_node_port_addresses
 from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
 from kproxy_core.model.node import NodePortAddresses
 from kproxy_core.plan.service_plan import NodePortSelection, includes_loopback, select_node_port_addresses
@@ -34,7 +35,12 @@ def within(text: str) -> Choice:
 
 
 def primary(text: str) -> Choice:
-    return Choice("primary", addresses(text))
+    return Choice(("primary",), addresses(text))
+
+
+def mixture(text: str, own: str) -> Choice:
+    """What the words in *text* mean in a configuration, on a node whose own addresses are *own*."""
+    return Choice(parse_node_port_addresses(text.split()), addresses(own))
 
 
 @pytest.mark.parametrize(("choice", "family", "served"), [
@@ -45,6 +51,11 @@ def primary(text: str) -> Choice:
     (within("127.0.0.0/8 172.18.0.2/32"), Family.IPV4, "172.18.0.2"),
     (primary("172.18.0.10 fd00::2"), Family.IPV4, "172.18.0.10"),
     (primary("172.18.0.10 fd00::2"), Family.IPV6, "fd00::2"),
+    (mixture("primary localhost", "172.18.0.10 fd00::2"), Family.IPV4, "172.18.0.10"),
+    (mixture("primary localhost", "172.18.0.10 fd00::2"), Family.IPV6, "fd00::2"),
+    (mixture("172.19.0.0/16 primary", "172.18.0.10"), Family.IPV4, "172.18.0.10 172.19.0.2"),
+    (mixture("172.19.0.0/16 primary", "fd00::2"), Family.IPV4, "172.19.0.2"),
+    (mixture("172.19.0.0/16 primary", "fd00::2"), Family.IPV6, "fd00::2"),
 ])
 def test_chosen_addresses(choice: Choice, family: Family, served: str) -> None:
     selection = choice.among(HERE, family)
@@ -53,6 +64,7 @@ def test_chosen_addresses(choice: Choice, family: Family, served: str) -> None:
 
 @pytest.mark.parametrize("choice", [
     EVERYWHERE, within("0.0.0.0/0 ::/0"), within("172.18.0.0/24 0.0.0.0/0 fd00::/64 ::/0"),
+    mixture("all", ""), mixture("primary all localhost", ""), mixture("10.0.0.0/8 all", "172.18.0.10"),
 ])
 @pytest.mark.parametrize("family", Family)
 def test_anywhere(choice: Choice, family: Family) -> None:
@@ -71,6 +83,12 @@ def test_anywhere(choice: Choice, family: Family) -> None:
     (within("172.18.0.0/24 ::1/128"), Family.IPV6, True),
     (within("fd00::/64"), Family.IPV6, False),
     (primary("172.18.0.2"), Family.IPV4, False),
+    (primary("127.0.0.1"), Family.IPV4, False),
+    *((mixture(words, "172.18.0.2 fd00::2"), family, True)
+      for words in ("localhost", "primary localhost", "172.18.0.0/24 localhost", "all") for family in Family),
+    (mixture("primary 172.18.0.0/24", "172.18.0.2"), Family.IPV4, False),
+    (mixture("primary 127.0.0.0/8", "172.18.0.2"), Family.IPV4, True),
+    (mixture("primary 127.0.0.0/8", "172.18.0.2"), Family.IPV6, False),
 ])
 def test_loopback_is_for_modes_that_can_serve_it(
     choice: Choice, family: Family, included: bool
@@ -86,6 +104,11 @@ def test_loopback_is_for_modes_that_can_serve_it(
     (within("10.0.0.0/8 1.0.0.0/8"), Family.IPV4, "no address of this node is in 10.0.0.0/8, 1.0.0.0/8"),
     (within("127.0.0.0/8"), Family.IPV4, "no address of this node is in 127.0.0.0/8"),
     (primary("172.18.0.3"), Family.IPV4, "no address of this node is in 172.18.0.3/32"),
+    (mixture("localhost", "172.18.0.2"), Family.IPV4, "no address of this node is in 127.0.0.0/8"),
+    (mixture("localhost primary", ""), Family.IPV4, "the node's own IPv4 address is not known"),
+    (mixture("10.0.0.0/8 primary", ""), Family.IPV6, "the node's own IPv6 address is not known"),
+    (mixture("10.0.0.0/8 primary", "172.18.0.3"), Family.IPV4,
+     "no address of this node is in 10.0.0.0/8, 172.18.0.3/32"),
 ])
 def test_a_selection_of_no_address_has_a_reason(choice: Choice, family: Family, problem: str) -> None:
     assert choice.among(HERE, family) == ((), False, problem)
@@ -98,7 +121,10 @@ networks = st.builds(
 choices = st.one_of(
     st.just(EVERYWHERE),
     st.lists(networks, min_size=1, max_size=3).map(lambda found: Choice(tuple(found))),
-    st.lists(packed, max_size=3).map(lambda found: Choice("primary", tuple(found))),
+    st.builds(
+        lambda found, own: Choice(("primary", *found), tuple(own)),
+        st.lists(networks, max_size=2), st.lists(packed, max_size=3),
+    ),
 )
 
 
@@ -106,8 +132,7 @@ choices = st.one_of(
 def test_only_requested_addresses_are_selected(
     choice: Choice, here: frozenset[Address], family: Family
 ) -> None:
-    networks = () if choice.wanted == "primary" else choice.wanted
-    named = {*choice.own, *(network.network for network in networks)}
+    named = {*choice.own, *(network.network for network in choice.wanted if network != "primary")}
     selection = choice.among(here | named, family)
     assert all(family_of(a) is family and not is_loopback(a) for a in selection.addresses)
     assert selection.anywhere or set(selection.addresses) <= named
