@@ -16,7 +16,7 @@ from kproxy_core.cli.run import cli_errors, warn_of_broken
 from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, show, strong
 from kproxy_core.config.flags import RULES
 from kproxy_core.config.settings import Config
-from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.errors import InvalidOption, Unsupported
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Description, Detection, Requirement, Trial
 from kproxy_core.linux import process, sysctl, trial
@@ -92,6 +92,7 @@ def _has_bpf_mount() -> bool:
 
 
 _OPTIONS = "options"
+_GATE = "a feature gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,8 @@ def _detection(
             return registry.detect(config.mode, settings, namespace, load_modules=load_modules)
         except InvalidOption as error:
             return Detection(config.mode, (Requirement(_OPTIONS, False, str(error)),))
+        except Unsupported as error:
+            return Detection(config.mode, (Requirement(_GATE, False, str(error)),))
 
     try:
         return trial.ask(detect)

@@ -12,7 +12,7 @@ from kproxy_core.model.duration import Duration
 
 
 class Gate(NamedTuple):
-    """A feature gate of Kubernetes 1.36."""
+    """A feature gate of Kubernetes, as of 1.38.0-alpha.2."""
 
     default: bool
     stage: str
@@ -27,14 +27,21 @@ FEATURE_GATES = {
     "ComponentFlagz": Gate(True, "BETA"),
     "ComponentStatusz": Gate(True, "BETA"),
     "ContextualLogging": Gate(True, "BETA", no_effect="log lines always have fields"),
+    "KubeProxyIPVS": Gate(True, ""),
+    "KubeProxyNFTablesLocalhostNodePorts": Gate(
+        True, "BETA", no_effect="nodePortAddresses alone decides about loopback"),
     "LoggingAlphaOptions": Gate(False, "ALPHA"),
     "LoggingBetaOptions": Gate(True, "BETA", no_effect="the log has no beta options"),
     "MultiCIDRServiceAllocator": Gate(True, "", locked=True),
+    "NFTablesNetlink": Gate(True, "BETA", no_effect="nftables rules are always written as netlink messages"),
     "NativeHistograms": Gate(False, "ALPHA", no_effect="histograms have buckets"),
     "PreferSameTrafficDistribution": Gate(True, "", locked=True),
 }
 """The gates of a service proxy. Others are no error, because a cluster gives all its components the same
 gates."""
+
+_GATES_OF_MODES = {"ipvs": "KubeProxyIPVS"}
+"""By mode, the gate that must be on to serve in it."""
 
 _STAGES = {"AllAlpha": "ALPHA", "AllBeta": "BETA"}
 """Gates that stand for all gates of a stage that are not named themselves."""
@@ -56,7 +63,8 @@ NO_EFFECT = {
 OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
 """The fields outside of a mode's section that are its options, as in kube-proxy 1.25, by mode."""
 
-_PREVIOUS_MINOR = "1.35"
+_PREVIOUS_MINORS = ("1.35", "1.36", "1.37")
+"""Those of 1.36, 1.37 and 1.38, each of which takes only its own."""
 
 
 def gates_in_effect(given: Mapping[str, bool]) -> dict[str, bool]:
@@ -64,6 +72,12 @@ def gates_in_effect(given: Mapping[str, bool]) -> dict[str, bool]:
     stages = {stage: given[name] for name, stage in _STAGES.items() if name in given}
     return {name: given.get(name, stages.get(gate.stage, gate.default))
             for name, gate in FEATURE_GATES.items()}
+
+
+def missing_gate(mode: str, gates: Mapping[str, bool]) -> str:
+    """Return the gate that *mode* needs and that is off by *gates*, those in effect; "" if none."""
+    name = _GATES_OF_MODES.get(mode, "")
+    return name if name and not gates[name] else ""
 
 
 def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]:
@@ -102,8 +116,8 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("logging.format", ("text", "json").__contains__, "must be text or json"),
     ("clientConnection.burst", lambda count: count >= 0, _NOT_NEGATIVE),
     ("oomScoreAdj", range(-1000, 1001).__contains__, "must be within -1000 to 1000"),
-    ("showHiddenMetricsForVersion", ("", _PREVIOUS_MINOR).__contains__,
-     f"must be the previous minor version, {_PREVIOUS_MINOR}"),
+    ("showHiddenMetricsForVersion", ("", *_PREVIOUS_MINORS).__contains__,
+     f"must be the previous minor version, one of {', '.join(_PREVIOUS_MINORS)}"),
 )
 """The path of a field, the condition for its value, and the problem with any other value."""
 

@@ -10,7 +10,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from kproxy_core.config.check import OUTSIDE_SECTIONS, field_at, gates_in_effect, notices_about, problems_of
+from kproxy_core.config.check import (
+    OUTSIDE_SECTIONS,
+    field_at,
+    gates_in_effect,
+    missing_gate,
+    notices_about,
+    problems_of,
+)
 from kproxy_core.config.file import (
     API_VERSION,
     KIND,
@@ -226,6 +233,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Notices for the operator that do not prevent a start."""
 
     @property
+    def missing_gate(self) -> str:
+        """The feature gate that the mode needs and that is off; "" if none."""
+        return missing_gate(self.mode, self.feature_gates)
+
+    @property
     def effect(self) -> "Config":
         """The same settings without their sources, to compare."""
         return msgspec.structs.replace(self, option_sources={}, document=KubeProxyConfiguration())
@@ -237,8 +249,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.effect == msgspec.structs.replace(other.effect, kproxy=section)
 
 
-def resolve(flags: Flags, file: FileConfig | None) -> Config:
-    """Return the effective configuration.
+def resolve(flags: Flags, file: FileConfig | None, *, serves: bool = True) -> Config:
+    """Return the effective configuration. *serves*: a mode whose feature gate is off is a problem.
 
     As in kube-proxy, a file replaces all flags except those that apply beside it (see
     `kproxy_core.config.flags`); other flags get a notice. Unlike in kube-proxy, ``--mode`` overrides the
@@ -289,6 +301,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
             f"{merged.option(path)} has no effect: {reason}" for path, reason in notices_about(document))),
     )
     problems = [*problems_of(document), *parse.problems]
+    if serves and config.missing_gate:
+        problems.append(Problem("mode", document.mode, f"needs the feature gate {config.missing_gate}"))
     if merged.problems or problems:
         raise ConfigError((*merged.problems, *(merged.as_given(problem) for problem in problems)))
     return config

@@ -90,7 +90,11 @@ def conclude(configuration: Configuration, registry: Registry, families: tuple[F
     """
     problems: dict[str, str] = {}
     for mode in candidates(registry, "", fall_back=False):
-        detection = registry.detect(mode, serving_settings(configuration.of(mode), registry, families))
+        try:
+            detection = registry.detect(mode, serving_settings(configuration.of(mode), registry, families))
+        except Unsupported as error:
+            problems[mode] = str(error)
+            continue
         if detection.usable:
             return mode
         problems[mode] = detection.because

@@ -9,7 +9,7 @@ from msgspec import Struct
 from kproxy_core.config.file import FileConfig, did_you_mean, load
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, DetectLocalMode, parse_node_port_addresses, resolve
-from kproxy_core.contract.errors import InvalidOption
+from kproxy_core.contract.errors import InvalidOption, Unsupported
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Description
 from kproxy_core.linux.addresses import default_source_address
@@ -51,7 +51,8 @@ class Configuration:
         """Return the effective configuration of *mode*, which is cached. Raises ConfigError."""
         config = self._configs.get(mode)
         if config is None:
-            config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file)
+            # Also for modes that only have leftovers here, and may not serve.
+            config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file, serves=False)
         return config
 
     def follow(self, file: FileConfig) -> None:
@@ -92,8 +93,11 @@ def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSet
 def serving_settings(config: Config, registry: Registry, families: tuple[Family, ...]) -> BackendSettings:
     """Return the settings for the backend of a mode that will serve, or whose use is being considered.
 
-    Raises InvalidOption for an option that neither the mode nor its base has, UnknownMode or PluginRefused.
+    Raises Unsupported if a feature gate forbids it, InvalidOption for an option that neither the mode nor its
+    base has, UnknownMode or PluginRefused.
     """
+    if config.missing_gate:
+        raise Unsupported(f"the feature gate {config.missing_gate} is off")
     settings = backend_settings(config, families)
     known = registry.options(config.mode)
     for name, value in config.kproxy.backend_options.get(config.mode, {}).items():

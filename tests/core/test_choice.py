@@ -304,3 +304,23 @@ def test_a_wrong_option_of_the_fallback_ends_a_start(node: Namespace, tmp_path: 
 ])  # fmt: skip
 def test_a_wrong_flag_of_a_mode_is_named(flags: tuple[str, ...], problem: str, node: Namespace) -> None:
     assert problem in failed(node, *flags, "--manifests=.", "--hostname-override=node1")
+
+
+IPVS_OFF = "--feature-gates=KubeProxyIPVS=false"
+
+
+def test_a_mode_whose_gate_is_off_is_refused_and_never_switched_to(node: Namespace, tmp_path: Path) -> None:
+    assert "--mode: 'ipvs': needs the feature gate KubeProxyIPVS" in failed(
+        node, *flags(tmp_path, "--mode=ipvs", IPVS_OFF))
+    with running(node, *flags(tmp_path, "--mode=nftables", IPVS_OFF)) as proxy:
+        proxy.await_health()
+        for asked in (["switch", "ipvs"], ["switch", "--check", "ipvs"]):
+            assert "the feature gate KubeProxyIPVS is off" in failed(node, *asked)
+        assert serves(proxy, node) == "nftables"
+    probed = json.loads(subprocess.run(
+        [KPROXY, "modes", "--probe", IPVS_OFF, "-o", "json"], capture_output=True, text=True, check=False,
+    ).stdout)
+    (ipvs,) = [mode for mode in probed["modes"] if mode["mode"] == "ipvs"]
+    assert not ipvs["usable"]
+    assert [requirement["found"] for requirement in ipvs["requirements"]] == [
+        "the feature gate KubeProxyIPVS is off"]

@@ -14,7 +14,10 @@ from kproxy_core.config.settings import (
     parse_node_port_addresses,
     resolve,
 )
-from kproxy_core.model.address import parse_address, parse_cidr
+from kproxy_core.contract.errors import Unsupported
+from kproxy_core.contract.registry import Registry
+from kproxy_core.model.address import Family, parse_address, parse_cidr
+from kproxy_core.modes.settings import Configuration, serving_settings
 from kproxy_core.testing.builders import cidrs
 from tests.core.golden import golden
 
@@ -261,6 +264,40 @@ def test_feature_gates() -> None:
     )
 
 
+@pytest.mark.parametrize(("gates", "notices"), [
+    ("NFTablesNetlink: true, KubeProxyNFTablesLocalhostNodePorts: true, KubeProxyIPVS: true", []),
+    ("NFTablesNetlink: false",
+     ["featureGates.NFTablesNetlink has no effect: nftables rules are always written as netlink messages"]),
+    ("KubeProxyNFTablesLocalhostNodePorts: false",
+     ["featureGates.KubeProxyNFTablesLocalhostNodePorts has no effect: nodePortAddresses alone decides about "
+      "loopback"]),
+    ("KubeProxyIPVS: false", []),
+    ("AllowServiceExternalIPs: false", []),
+])  # fmt: skip
+def test_gates_of_later_versions_are_known(gates: str, notices: list[str]) -> None:
+    assert list(from_file(f"mode: nftables\nfeatureGates: {{{gates}}}\n").notices) == notices
+
+
+@pytest.mark.parametrize("version", ["1.35", "1.36", "1.37"])
+def test_the_previous_version_of_each_version_is_taken(version: str) -> None:
+    (notice,) = from_file(f"showHiddenMetricsForVersion: '{version}'\n").notices
+    assert notice == "showHiddenMetricsForVersion has no effect: no metric is hidden"
+
+
+def test_a_mode_without_its_gate_may_have_leftovers_but_not_be_asked_for() -> None:
+    file = decode(HEAD + "featureGates: {KubeProxyIPVS: false}\n")
+    assert problems_of_flags(Flags(mode="ipvs", feature_gates="KubeProxyIPVS=false")) == [
+        "--mode: 'ipvs': needs the feature gate KubeProxyIPVS"]
+    configuration = Configuration(Flags(), file)
+    assert configuration.mode == ""
+    config = configuration.of("ipvs")
+    assert (config.mode, config.missing_gate) == ("ipvs", "KubeProxyIPVS")
+    with pytest.raises(Unsupported, match="the feature gate KubeProxyIPVS is off"):
+        serving_settings(config, Registry(), (Family.IPV4,))
+    assert serving_settings(configuration.of("iptables"), Registry(), (Family.IPV4,)).families == (
+        Family.IPV4,)
+
+
 def test_a_gate_may_stand_for_its_stage() -> None:
     gates = from_file("featureGates: {AllAlpha: true, AllBeta: false, ComponentFlagz: true}\n").feature_gates
     assert (gates["LoggingAlphaOptions"], gates["ComponentStatusz"], gates["ComponentFlagz"]) == (
@@ -322,8 +359,11 @@ CIDR = "must be a CIDR, primary, localhost or all"
         ("nodePortAddresses: [primary, Localhost]", f"nodePortAddresses[1]: 'Localhost': {CIDR}"),
         (
             "showHiddenMetricsForVersion: '1.34'",
-            "showHiddenMetricsForVersion: '1.34': must be the previous minor version, 1.35",
+            "showHiddenMetricsForVersion: '1.34': must be the previous minor version, "
+            "one of 1.35, 1.36, 1.37",
         ),
+        ("mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}",
+         "mode: 'ipvs': needs the feature gate KubeProxyIPVS"),
         (
             "detectLocalMode: clustercidr",
             "detectLocalMode: 'clustercidr': must be one of ClusterCIDR, NodeCIDR, "
