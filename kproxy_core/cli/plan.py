@@ -38,6 +38,8 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     from kproxy_core.cli.objects import read_objects
     from kproxy_core.contract.values import Scope
     from kproxy_core.linux import process
+    from kproxy_core.model.address import format_address
+    from kproxy_core.plan.removals import removals
 
     if "CAP_NET_ADMIN" not in process.held():
         raise NoAnswer("CAP_NET_ADMIN is missing: it is needed to read what the kernel holds now")
@@ -50,10 +52,15 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     with read_objects(flags, this_machine=True) as (plans, _, instance, *_):
         services = changes_from_kernel(plans, instance) if running is None else [
             *changes(running["plans"], documents(plans))]
+        ending = [
+            {"service": str(removal.service), **removal.field._asdict(),
+             "addresses": [*map(format_address, removal.addresses)]}
+            for removal in removals(each for of_family in plans.values() for each in of_family.plans.values())
+        ]
         updates = [of_family.update(Scope.RESYNC) for of_family in plans.values()]
         return {
             "mode": instance.mode, "serving": running["mode"] if running is not None else "",
-            "services": services, "kernel": [
+            "services": services, "ending": ending, "kernel": [
                 {key: family[key] for key in family if verbose or key != "transaction"}
                 for family in operations(instance, updates)],
         }  # fmt: skip
@@ -61,7 +68,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
 
 def as_text(found: Found) -> str:
     transactions = [family.get("transaction", "").rstrip("\n") for family in found["kernel"]]
-    return "\n".join([*_services(found), *kernel_lines(found["mode"], found["kernel"]),
+    return "\n".join([*_services(found), *_ending(found), *kernel_lines(found["mode"], found["kernel"]),
                       *map(faint, filter(None, transactions))])  # fmt: skip
 
 
@@ -85,6 +92,17 @@ def _services(found: Found) -> Iterator[str]:
     for change in found["services"]:
         of = f" {change['service_port']}/{change['protocol']} {change['family']}" * bool(change["family"])
         yield f"{_STYLES[change['change']](change['change'])}{of}: {'; '.join(change['details'])}"
+
+
+def _ending(found: Found) -> Iterator[str]:
+    """Yield the Services that kube-proxy will stop serving at some addresses, under a line for each field."""
+    fields = {each["path"]: each for each in found["ending"]}
+    for path, field in fields.items():
+        yield (f"{path} is deprecated: kube-proxy {field['off_by_default']} will not serve it by default, "
+               f"{field['removed']} not at all; kproxy does while the feature gate {field['gate']} is on")
+        for each in found["ending"]:
+            if each["path"] == path:
+                yield f"{hint('ending')} {each['service']}: {', '.join(each['addresses'])}"
 
 
 @click.command("plan", cls=FlagCommand)

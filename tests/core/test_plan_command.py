@@ -64,6 +64,23 @@ def test_without_a_proxy_objects_are_compared_with_the_kernel(
     assert (change["change"], change["details"]) == ("lost", ["frontend 10.96.0.10:80/TCP"])
 
 
+def test_services_that_later_versions_stop_serving_are_named(node: Namespace, manifests: Path) -> None:
+    flags = ("--mode=iptables", f"--manifests={manifests}")
+    assert planned(node, *flags)["ending"] == []
+    (manifests / "web.yaml").write_text(WEB.replace("10.96.0.10,", "10.96.0.10, externalIPs: [192.0.2.77],"))
+    assert planned(node, *flags)["ending"] == [{
+        "service": "shop/web", "path": "spec.externalIPs", "gate": "AllowServiceExternalIPs",
+        "off_by_default": "1.40", "removed": "1.43", "addresses": ["192.0.2.77"],
+    }]  # fmt: skip
+    text = node.run(KPROXY, "plan", *flags)
+    assert (
+        "spec.externalIPs is deprecated: kube-proxy 1.40 will not serve it by default, 1.43 not at all; "
+        "kproxy does while the feature gate AllowServiceExternalIPs is on\nending shop/web: 192.0.2.77\n"
+    ) in text
+    off = planned(node, *flags, "--feature-gates=AllowServiceExternalIPs=false")
+    assert (off["ending"], [change["service_port"] for change in off["services"]]) == ([], ["shop/web"])
+
+
 def test_a_failed_plan_is_reported_in_a_line(node: Namespace) -> None:
     done = subprocess.run([KPROXY, "plan"], capture_output=True, text=True, check=False)
     assert done.returncode == 1

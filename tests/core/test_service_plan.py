@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
-from kproxy_core.model.service import Endpoint
+from kproxy_core.model.service import Endpoint, Service
 from kproxy_core.plan.endpoints import endpoints_of
+from kproxy_core.plan.removals import EXTERNAL_IPS, removals
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, serving_destinations
 from kproxy_core.testing.builders import (
     addresses,
@@ -274,6 +275,33 @@ def test_flows_may_keep_any_serving_endpoint_despite_policies() -> None:
     )
     stay = serving_destinations(endpoints_of(port_spec("53/UDP"), {"s": piece}))
     assert stay == set(destinations("10.0.0.1:53 10.0.0.2:53"))
+
+
+# Addresses that kube-proxy will stop serving
+
+
+@pytest.mark.parametrize(("services", "ending"), [
+    ([], {}),
+    ([service("web", "80@30080", load_balancer_ips="192.0.2.9")], {}),
+    ([service("shop/web", "http:80", "dns:53/UDP", ip=BOTH, external_ips="192.0.2.2 2001:db8::1 192.0.2.1"),
+      service("shop/app", "80", external_ips="192.0.2.3")],
+     {"shop/app": "192.0.2.3", "shop/web": "192.0.2.1 192.0.2.2 2001:db8::1"}),
+    # The load balancer IP and the ClusterIP will be served without the field, too.
+    ([service("web", "80", ip="10.96.0.1", external_ips="10.96.0.1 192.0.2.9 192.0.2.1",
+              load_balancer_ips="192.0.2.9")], {"default/web": "192.0.2.1"}),
+    # There is no ClusterIP in the family of the address, so nothing serves it now.
+    ([service("web", "80", ip="10.96.0.1", external_ips="2001:db8::1")], {}),
+])  # fmt: skip
+def test_services_that_depend_on_external_ips_are_named(
+    services: list[Service], ending: dict[str, str]
+) -> None:
+    views = [node_view(family=family) for family in Family]
+    found = removals(plan for one in services for view in views for plan in plans(view, one).values())
+    assert {str(removal.service): removal.addresses for removal in found} == {
+        name: addresses(text) for name, text in ending.items()}
+    assert [str(removal.service) for removal in found] == sorted(ending)
+    assert {removal.field for removal in found} <= {EXTERNAL_IPS}
+    assert (EXTERNAL_IPS.off_by_default, EXTERNAL_IPS.removed) == ("1.40", "1.43")
 
 
 def test_equal_input_makes_equal_plans() -> None:
