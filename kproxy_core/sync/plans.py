@@ -70,6 +70,8 @@ class FamilyPlans:
         self._new_omissions: dict[ServiceName, int] = {}
         self._udp_ports: set[ServicePortKey] = set()
         self._health_checked: set[ServiceName] = set()
+        self._ready: dict[ServiceName, int] = {}
+        """The counts of ready endpoints that the health check node ports show."""
 
     def set_node(self, node: NodeView, addresses: frozenset[Address]) -> bool:
         """Plan for *node* from now on. Return True if it differs from the last one.
@@ -146,6 +148,7 @@ class FamilyPlans:
         """
         self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
+        self._health_checked.update(key.service for key in self.unserved.keys() | unserved.keys())
         self._before = {}
         self.unserved = dict(unserved)
         self.node_changed = False
@@ -167,9 +170,10 @@ class FamilyPlans:
         return frozenset(taken)
 
     def take_health_checks(self) -> dict[ServiceName, HealthCheck | None]:
-        """Return the health check node ports planned since the last call; None: removed.
+        """Return the health check node ports planned or tried again since the last call; None: removed.
 
-        The number of ready endpoints may differ even where no plan does.
+        The number of ready endpoints may differ even where no plan does. While a service port is not served,
+        endpoints that it had not before do not count.
         """
         taken, self._health_checked = self._health_checked, set()
         return {name: self._health_check(name) for name in taken}
@@ -222,8 +226,13 @@ class FamilyPlans:
         granted = self._claims.granted(name)
         port = granted[0].health_check_node_port if granted else 0
         if not port:
+            self._ready.pop(name, None)
             return None
-        return HealthCheck(port, count_ready_local(self._objects.slices.get(name), self.node))
+        ready = count_ready_local(self._objects.slices.get(name), self.node)
+        if any(key.service == name for key in self.unserved):
+            ready = min(ready, self._ready.get(name, 0))
+        self._ready[name] = ready
+        return HealthCheck(port, ready)
 
     def _put_granted(self, name: ServiceName) -> None:
         for plan in self._claims.granted(name):

@@ -341,6 +341,20 @@ def test_the_metrics_server_shows_the_configuration_and_the_flags(node: Namespac
         assert "conntrack-min=77" in proxy.get(10249, "/flagz")[1]
 
 
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
+def test_a_service_whose_name_begins_with_a_digit_is_served(
+    node: Namespace, manifests: Path, mode: str
+) -> None:
+    service = WEB.replace("web", "1-web").replace("ports: [{port", "sessionAffinity: ClientIP, ports: [{port")
+    (manifests / "web.yaml").write_text(service)
+    with running(node, f"--mode={mode}", f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        for packet in json.loads(node.run(KPROXY, "explain", "shop/1-web", "-o", "json"))["packets"]:
+            assert packet["frontend"]["service_port"] == "shop/1-web"
+            assert [chosen["endpoint"] for chosen in packet["endpoints"]] == ["10.1.2.3:8080"]
+            assert packet["kernel"]["verdict"] in ("agrees", "deviates by design")
+
+
 # Clean-up
 
 

@@ -8,7 +8,7 @@ from kproxy_core.kube.decode import SERVICES
 from kproxy_core.kube.reading import Reading
 from kproxy_core.model.events import ServiceGone, ServiceSet
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import addresses, cidrs, port_spec, service, service_name
+from kproxy_core.testing.builders import addresses, cidrs, node_view, plans, port_spec, service, service_name
 from tests.core.both_wires import read_alike
 
 Json = dict[str, Any]
@@ -235,6 +235,25 @@ def test_external_ips(texts: list[str], kept: str, bad: list[str]) -> None:
 def test_load_balancer_addresses(ingress: object, kept: str, bad: list[str]) -> None:
     found, complaints = served({}, {"loadBalancer": {"ingress": ingress}})
     assert (found.load_balancer_ips, complaints) == (addresses(kept), bad)
+
+
+@pytest.mark.parametrize("kind", ["ClusterIP", "NodePort", "LoadBalancer"])
+@pytest.mark.parametrize("policy", ["Cluster", "Local"])
+def test_the_load_balancer_addresses_of_other_types_are_served(kind: str, policy: str) -> None:
+    """As in kube-proxy; an API server keeps them only if it is told to (AllowServiceLBStatusOnNonLB)."""
+    status = {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}, {"ip": "203.0.113.2", "ipMode": "Proxy"}]}}
+    found, complaints = served(
+        {"type": kind, "externalTrafficPolicy": policy, "healthCheckNodePort": 31000}, status)
+    assert (found.load_balancer_ips, complaints) == (addresses("203.0.113.1"), [])
+    (plan,) = plans(node_view("node1"), found).values()
+    assert plan.external_addresses == addresses("203.0.113.1")
+    assert plan.external_policy_local == (policy == "Local" and kind != "ClusterIP")
+
+
+@pytest.mark.parametrize("name", ["1", "10", "0web", "9-web", "1e3", "0x10", "1" * 63])
+def test_names_may_begin_with_a_digit(name: str) -> None:
+    found, complaints = served(name=name)
+    assert (str(found.name), complaints) == (f"shop/{name}", [])
 
 
 NOBODY_4, NOBODY_6 = "255.255.255.255/32", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff/128"

@@ -30,6 +30,8 @@ from kproxy_core.testing.builders import (
     destinations,
     endpoint,
     endpoint_slice,
+    node_view,
+    plans,
     service,
     service_name,
 )
@@ -415,6 +417,71 @@ def test_health_check_node_ports_follow_the_acknowledgement() -> None:
     assert health.told == {name: HealthCheck(32000, 0)}
     rig.say(ServiceGone(name))
     assert health.told == {}
+
+
+LB = ServiceSet(service("lb", "a:80@30000", "b:81@30001", external_local=True, health_check_node_port=32000))
+
+
+def here(*ips: str) -> SliceSet:
+    """Ready endpoints of `LB` on this node."""
+    return SliceSet(endpoint_slice("lb", *(endpoint(ip, "node1") for ip in ips), ports=["a:8080", "b:8081"]))
+
+
+def test_a_health_check_node_port_waits_for_the_first_acknowledgement_and_for_that_of_new_endpoints() -> None:
+    rig = Rig(families=[V4])
+    (health,) = rig.service_health
+    name = service_name("lb")
+    rig.backend.problems = [SyncFailed("not yet")]
+    rig.start(LB, here("10.0.0.1"))
+    assert health.told == {}
+    rig.settle()
+    assert health.told == {name: HealthCheck(32000, 1)}
+    rig.say(here())
+    assert health.told == {name: HealthCheck(32000, 0)}
+    rig.backend.problems = [SyncFailed("not yet")]
+    rig.say(here("10.0.0.1", "10.0.0.2"))
+    assert health.told == {name: HealthCheck(32000, 0)}
+    rig.settle()
+    assert health.told == {name: HealthCheck(32000, 2)}
+
+
+def test_a_health_check_node_port_counts_no_new_endpoint_while_its_service_is_not_served() -> None:
+    rig = Rig(families=[V4])
+    (health,) = rig.service_health
+    name = service_name("lb")
+    (port, _) = plans(node_view("node1"), LB.service)
+    rig.backend.unserved = {port: "port 30000: Address already in use"}
+    rig.start(LB, here("10.0.0.1"), WEB)
+    assert health.told == {name: HealthCheck(32000, 0)}
+    rig.backend.unserved = {}
+    rig.settle()
+    assert health.told == {name: HealthCheck(32000, 1)}
+    rig.backend.unserved = {port: "port 30000: Address already in use"}
+    rig.say(here("10.0.0.1", "10.0.0.2"))
+    assert health.told == {name: HealthCheck(32000, 1)}
+    rig.say(here())
+    assert health.told == {name: HealthCheck(32000, 0)}
+    rig.say(here("10.0.0.2"))
+    assert health.told == {name: HealthCheck(32000, 0)}
+    rig.backend.unserved = {}
+    rig.settle()
+    assert health.told == {name: HealthCheck(32000, 1)}
+
+
+def test_endpoints_that_arrive_before_their_service_are_served_with_it() -> None:
+    rig = Rig(families=[V4])
+    rig.start()
+    assert rig.say(WEB_SLICE) == []
+    for _ in range(2):
+        (update,) = rig.say(WEB)
+        (plan,) = filter(None, update.changed.values())
+        assert plan.cluster == destinations("10.0.0.1:8080")
+        (update,) = rig.say(ServiceGone(service_name("web")))
+        assert list(update.changed.values()) == [None]
+    assert rig.say(SliceSet(endpoint_slice("web", "10.0.0.2"))) == []
+    (update,) = rig.say(WEB)
+    (plan,) = filter(None, update.changed.values())
+    assert plan.cluster == destinations("10.0.0.2:8080")
 
 
 def test_a_success_tells_whether_it_is_the_first_and_whether_rules_were_missing() -> None:
