@@ -12,7 +12,7 @@ from msgspec import Struct
 from kproxy_core.kube.access import CurrentAccess, Stamp, stamp
 from kproxy_core.kube.decode import UNDECODABLE, Malformed, Status
 from kproxy_core.kube.reading import shown
-from kproxy_core.kube.transport import Aborted, Response, Transport
+from kproxy_core.kube.transport import Aborted, Response, Transport, without_managed_fields
 from kproxy_core.model.timing import TokenBucket
 
 SILENCE = 60.0
@@ -27,6 +27,8 @@ MAX_PAGE = 32 << 20
 
 MAX_REFUSAL = 1 << 20
 """Limit in bytes for the body of an answer other than 200."""
+
+_NOT_ACCEPTABLE = 406
 
 
 class Refusal(Exception):
@@ -69,14 +71,16 @@ Observe = Callable[[ApiRequest], None]
 class ApiRequests:
     """Requests to the API server with the current credentials, on a connection that is kept.
 
-    *accept*: the Accept header. Used by one thread; only `abort` may be called by another.
+    *accept*: the Accept header, to which a wish to omit managed fields is added until the server refuses it.
+    Used by one thread; only `abort` may be called by another.
     """
 
     def __init__(self, access: CurrentAccess, rate: TokenBucket, observe: Observe, accept: str) -> None:
         self._current = access
         self._rate = rate
         self._observe = observe
-        self._accept = accept
+        self._plain = accept
+        self._accept = without_managed_fields(accept)
         self._stopping = threading.Event()
         self._access = access.now
         self._tried = self._access
@@ -101,6 +105,15 @@ class ApiRequests:
 
     def _get(self, target: str, waited: float, *, is_list: bool) -> tuple[Response, bytes]:
         """Return an answer, and the body of a list's. *waited*: seconds, for the observer."""
+        response, data = self._ask(target, waited, is_list=is_list)
+        if response.status == _NOT_ACCEPTABLE and self._accept != self._plain:
+            self._accept = self._plain
+            response, data = self._ask(target, 0.0, is_list=is_list)
+        if response.status != 200:
+            raise _refused(response, data if is_list else response.read_all(MAX_REFUSAL))
+        return response, data
+
+    def _ask(self, target: str, waited: float, *, is_list: bool) -> tuple[Response, bytes]:
         started, code, received, data = time.monotonic(), "<error>", None, b""
         self._tried = self._access
         try:
@@ -113,8 +126,6 @@ class ApiRequests:
         finally:
             seconds = time.monotonic() - started
             self._observe(ApiRequest(self._access.authority, code, waited, seconds, received))
-        if response.status != 200:
-            raise _refused(response, data if is_list else response.read_all(MAX_REFUSAL))
         return response, data
 
     def allow_silence(self, seconds: float) -> None:

@@ -49,6 +49,15 @@ def accept_header(configured: str) -> str | None:
     return None
 
 
+def without_managed_fields(accept: str) -> str:
+    """Return *accept* with a form before each type in which objects have no ``metadata.managedFields``.
+
+    Nothing reads them here. API servers that do not know the parameter (KEP-5958), or have it disabled,
+    ignore it and answer in the type as it is. The Content-Type of the answer does not tell which.
+    """
+    return ",".join(f"{kind};drop=metadata.managedFields,{kind}" for kind in accept.split(","))
+
+
 def is_protobuf(content_type: str) -> bool:
     """Return whether *content_type*, perhaps with parameters, is that of protobuf."""
     return _media_type(content_type) == PROTOBUF

@@ -20,7 +20,7 @@ from kproxy_core.kube.decode import (
 )
 from kproxy_core.kube.protobuf import ProtobufDecoder, read_status
 from kproxy_core.kube.requests import refusal
-from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header
+from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header, without_managed_fields
 from kproxy_core.model.events import ServiceSet
 from kproxy_core.testing.apiserver.protobuf import (
     MAGIC,
@@ -202,3 +202,11 @@ def test_a_frame_of_a_huge_length_holds_nothing() -> None:
 ])
 def test_the_first_type_that_is_known_is_asked_for(configured: str, accept: str | None) -> None:
     assert accept_header(configured) == accept
+
+
+def test_each_type_is_asked_for_without_managed_fields_first() -> None:
+    assert without_managed_fields(JSON) == (
+        "application/json;drop=metadata.managedFields,application/json")
+    assert without_managed_fields(PROTOBUF_OR_JSON) == (
+        "application/vnd.kubernetes.protobuf;drop=metadata.managedFields,application/vnd.kubernetes.protobuf,"
+        "application/json;drop=metadata.managedFields,application/json")

@@ -7,9 +7,10 @@ import pytest
 
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.reflector import KubernetesSource
-from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON
+from kproxy_core.kube.requests import ApiRequest
+from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Transport, without_managed_fields
 from kproxy_core.model.address import format_address, parse_address
-from kproxy_core.model.service import ServiceName, SliceName
+from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
 from tests.core.api_servers import BenchServer
 from tests.core.namespaces import own_network
 from tests.core.observed_events import Observed, following
@@ -51,7 +52,11 @@ def observed(server: BenchServer, wire: tuple[str, str]) -> Iterator[Observed]:
 
 
 def addresses(observed: Observed, name: SliceName) -> list[str]:
-    return [format_address(endpoint.address) for endpoint in observed.slices[name].endpoints]
+    return addresses_of(observed.slices[name])
+
+
+def addresses_of(piece: EndpointSlice) -> list[str]:
+    return [format_address(endpoint.address) for endpoint in piece.endpoints]
 
 
 def a_service(name: str, **fields: Any) -> dict[str, Any]:
@@ -192,3 +197,42 @@ def test_an_invalid_endpoint_port_affects_only_its_own_slice(
     assert len(observed.slices) >= 30
     bad, = observed.bad
     assert (bad.kind, bad.name, bad.field) == ("EndpointSlice", "default/bad-1", "ports[0].port")
+
+
+@pytest.mark.parametrize("accept", [JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
+def test_managed_fields_are_left_out_by_a_server_that_can_and_change_nothing(accept: str) -> None:
+    received, delivered = {}, {}
+    for able in ("on", "off"):
+        requests: list[ApiRequest] = []
+        server = BenchServer("--gen", "services=30,endpoints=3,managed_fields=true", "--watch-list", "off",
+                             "--drop-managed-fields", able)  # fmt: skip
+        source = KubernetesSource(
+            CurrentAccess(server.url, None), NODE, accept=accept, qps=0, observe=requests.append)
+        with following(source) as observed:
+            observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
+            received[able] = sum(request.received or 0 for request in requests)
+            server.post("set", ops=[{"slice": str(SLICE), "index": 1, "address": "10.192.0.7"}])
+            observed.wait_for(lambda o: "10.192.0.7" in addresses(o, SLICE))
+            delivered[able] = (observed.services, observed.slices, observed.node, observed.bad)
+        server.stop()
+    assert {**delivered["on"][0]} == delivered["off"][0]
+    assert delivered["on"][2:] == delivered["off"][2:]
+    assert [addresses_of(piece) for piece in delivered["on"][1].values()] == [
+        addresses_of(piece) for piece in delivered["off"][1].values()]
+    assert received["on"] < 0.8 * received["off"]
+
+
+@pytest.mark.parametrize("able", ["on", "off"])
+@pytest.mark.parametrize("accept", [JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
+def test_a_watch_has_no_managed_fields_where_the_server_can_leave_them_out(accept: str, able: str) -> None:
+    server = BenchServer("--gen", "services=3,managed_fields=true", "--drop-managed-fields", able)
+    try:
+        transport = Transport(CurrentAccess(server.url, None).now)
+        watch = transport.get("/api/v1/services?watch=1&timeoutSeconds=0", 30.0,
+                              accept=without_managed_fields(accept))  # fmt: skip
+        data = watch.read_all(1 << 20)
+        transport.close()
+    finally:
+        server.stop()
+    assert data.count(b"svc-00000") >= 3
+    assert (b"kube-controller-manager" in data) == (able == "off")

@@ -15,7 +15,15 @@ from kproxy_core.kube import reflector, requests
 from kproxy_core.kube import reflector as watch
 from kproxy_core.kube.access import Access, CurrentAccess
 from kproxy_core.kube.reflector import RELIST_SPREAD, KubernetesSource
-from kproxy_core.kube.transport import JSON, MAX_LINE, PROTOBUF, PROTOBUF_OR_JSON, Transport, Wire
+from kproxy_core.kube.transport import (
+    JSON,
+    MAX_LINE,
+    PROTOBUF,
+    PROTOBUF_OR_JSON,
+    Transport,
+    Wire,
+    without_managed_fields,
+)
 from kproxy_core.model.events import BadObject, Event
 from kproxy_core.model.timing import Backoff
 from kproxy_core.testing.builders import cidrs
@@ -63,6 +71,24 @@ def present(*names: str, version: int = 10) -> list[dict[str, object]]:
 
 def queries(server: ScriptedServer, key: str) -> list[str | None]:
     return [query.get(key) for query in server.asked("services")]
+
+
+# -- a parameter of the Accept header
+
+def test_a_server_that_accepts_no_parameter_is_asked_without(follow: ScriptedRun) -> None:
+    server, observed = follow(
+        refuse(406, reason="NotAcceptable"), watched(*present("a"), hold=False),
+        watched(event("ADDED", service("b"), 11)))  # fmt: skip
+    observed.wait_for(lambda o: o.names == {"a", "b"})
+    accepted = [request.headers["accept"] for request in server.requests if request.resource == "services"]
+    assert accepted == [without_managed_fields(PROTOBUF_OR_JSON), PROTOBUF_OR_JSON, PROTOBUF_OR_JSON]
+
+
+def test_a_server_that_accepts_nothing_is_asked_again_later(follow: ScriptedRun) -> None:
+    server, observed = follow(*[refuse(406, reason="NotAcceptable")] * 3, watched(*present("a")))
+    observed.wait_for(lambda o: len(server.asked("services")) >= 4)
+    accepted = [request.headers["accept"] for request in server.requests if request.resource == "services"]
+    assert accepted[1:] == [PROTOBUF_OR_JSON] * (len(accepted) - 1)
 
 
 # -- resuming a watch

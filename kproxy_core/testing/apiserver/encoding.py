@@ -67,6 +67,21 @@ class _Protobuf:
         return protobuf.encode_event("ERROR", self.status(body))
 
 
+class WithoutManagedFields:
+    """Encodes objects as *base* does, without their managed fields."""
+
+    def __init__(self, base: Encoding) -> None:
+        self._base = base
+        self.content_type, self.watch_type = base.content_type, base.watch_type
+        self.bookmark, self.status, self.error = base.bookmark, base.status, base.error
+
+    def list(self, resource: Resource, meta: Json, entries: Iterable[Entry]) -> bytes:
+        return self._base.list(resource, meta, [entry.stripped for entry in entries])
+
+    def event(self, kind: str, resource: Resource, entry: Entry) -> bytes:
+        return self._base.event(kind, resource, entry.stripped)
+
+
 def _line(kind: str, obj: bytes) -> bytes:
     return b'{"type":"%s","object":%s}\n' % (kind.encode(), obj)
 

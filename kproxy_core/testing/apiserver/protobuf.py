@@ -5,6 +5,7 @@ that are not in these tables are left out.
 """
 
 import datetime
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ one of these."""
 
 _MAP = "map"
 _TIME = "time"
+_JSON = "json"
 _REFERENCE: Fields = {"kind": (1, str), "namespace": (2, str), "name": (3, str), "uid": (4, str)}
 _META: Fields = {
     "name": (1, str), "generateName": (2, str), "namespace": (3, str), "uid": (5, str),
@@ -27,6 +29,9 @@ _META: Fields = {
     "ownerReferences": (13, [{
         "kind": (1, str), "name": (3, str), "uid": (4, str), "apiVersion": (5, str), "controller": (6, bool),
         "blockOwnerDeletion": (7, bool)}]),
+    "managedFields": (17, [{
+        "manager": (1, str), "operation": (2, str), "apiVersion": (3, str), "time": (4, _TIME),
+        "fieldsType": (6, str), "fieldsV1": (7, _JSON), "subresource": (8, str)}]),
 }
 _LIST_META: Fields = {"resourceVersion": (2, str), "continue": (3, str), "remainingItemCount": (4, int)}
 _KINDS: dict[str, tuple[str, Fields]] = {
@@ -129,6 +134,8 @@ def _value(number: int, kind: Any, value: Any) -> bytes:
     if kind == _MAP:
         return b"".join(_field(number, _field(1, key.encode()) + _field(2, text.encode()))
                         for key, text in value.items())
+    if kind == _JSON:
+        return _field(number, _field(1, json.dumps(value, separators=(",", ":")).encode()))
     if kind == _TIME:
         moment = datetime.datetime.fromisoformat(value)
         if moment.tzinfo is None:

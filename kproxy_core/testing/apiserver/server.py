@@ -6,7 +6,8 @@ measurements.
        /apis/networking.k8s.io/v1/servicecidrs   LIST and WATCH (also below /namespaces/NS/, and with a name)
   POST any .../events                            accepted and forgotten
 
-They are answered in protobuf where the Accept header names it first, else in JSON.
+They are answered in protobuf where the Accept header names it first, else in JSON; without managed fields
+where the first type has ``drop=metadata.managedFields`` (KEP-5958).
 
 LIST knows limit/continue, resourceVersion (0 ignores limit, as the watch cache of a real server does),
 labelSelector and fieldSelector. WATCH knows resourceVersion, timeoutSeconds, bookmarks, 410 for a version
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kproxy_core.testing.apiserver.encoding import JSON, PROTOBUF, Encoding
+from kproxy_core.testing.apiserver.encoding import JSON, PROTOBUF, Encoding, WithoutManagedFields
 from kproxy_core.testing.apiserver.selectors import Selector
 from kproxy_core.testing.apiserver.store import (
     ApiError,
@@ -61,11 +62,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(
         self, address: tuple[str, int], store: Store, *, watch_list: bool = True,
-        bookmark_interval: float = 60.0, verbose: bool = False,
+        drop_managed_fields: bool = True, bookmark_interval: float = 60.0, verbose: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(address, _Handler)
         self.store = store
         self.watch_list = watch_list
+        self.drop_managed_fields = drop_managed_fields
         self.bookmark_interval = bookmark_interval
         self.verbose = verbose
         self.churn: Churn | None = None
@@ -124,8 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _encoding(self) -> Encoding:
-        is_protobuf = (self.headers.get("Accept") or "").startswith(PROTOBUF.content_type)
-        return PROTOBUF if is_protobuf and not self.path.startswith("/bench/") else JSON
+        first = (self.headers.get("Accept") or "").partition(",")[0]
+        is_protobuf = first.startswith(PROTOBUF.content_type) and not self.path.startswith("/bench/")
+        encoding = PROTOBUF if is_protobuf else JSON
+        drops = self.server.drop_managed_fields and "drop=metadata.managedFields" in first.split(";")
+        return WithoutManagedFields(encoding) if drops else encoding
 
     def _answer(self, code: int, body: object, encoding: Encoding = JSON) -> None:
         data = body if isinstance(body, bytes) else encode(body)

@@ -49,6 +49,15 @@ class Entry:
     def protobuf(self) -> bytes:
         return protobuf.encode_item(self.kind, self.obj)
 
+    @cached_property
+    def stripped(self) -> "Entry":
+        """The same version without its managed fields, which is made once, too."""
+        meta = self.obj["metadata"]
+        if "managedFields" not in meta:
+            return self
+        kept = {key: value for key, value in meta.items() if key != "managedFields"}
+        return Entry(self.kind, {**self.obj, "metadata": kept}, self.version)
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
