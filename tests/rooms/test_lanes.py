@@ -45,7 +45,7 @@ def test_every_test_in_a_guest_is_in_a_lane_for_guests() -> None:
 
 
 def test_pure_modules_are_those_that_start_nothing_themselves_or_by_an_import() -> None:
-    assert is_pure("tests.core.test_claims")
-    assert is_pure("tests.core.test_decode_service")  # imports an encoder of kproxy_core.testing
-    assert not is_pure("tests.core.test_cli")  # starts processes
+    assert is_pure("tests.core.plan.test_claims")
+    assert is_pure("tests.core.kube.test_decode_service")  # imports an encoder of kproxy_core.testing
+    assert not is_pure("tests.core.cli.test_cli")  # starts processes
     assert not is_pure("tests.switch.tour")  # by its room

@@ -1,0 +1,371 @@
+"""A plugin that breaks the contract is named and counted, and only its call fails."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import PluginFailed, Unsupported
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Measurement, Question
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.modes.switch import start_backend
+from kproxy_core.plan.fate import Origin, Packet
+from kproxy_core.testing.builders import full_update, node_view, plans, service
+from tests.core.contract.test_registry import SETTINGS, plugin
+from tests.core.installed_plugins import install, on_path
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import PATIENCE, Proxy, running
+
+NODE = node_view()
+UPDATE = full_update(NODE, plans(NODE, service("web")))
+WEB = ServicePortKey("default", "web", "", Protocol.TCP)
+HERE = Destination(parse_address("10.1.0.1"), 8080)
+QUESTION = Question(Packet(Origin.NODE, HERE.address, HERE.address, Protocol.TCP, 80), NODE, None, None)
+
+FAULTY = '''
+import os
+from pathlib import Path
+from kproxy_core.contract import values as a
+from kproxy_core.model.address import *
+from kproxy_core.model.service import *
+from kproxy_core.plan.service_plan import *
+
+FAULTS = Path(os.environ["FAULTS"])
+watched = []
+
+def fail():
+    raise RuntimeError("a bug \\x1b[31mof\\nmany lines")
+
+def leave():
+    raise SystemExit(3)
+
+def yielding():
+    yield fail()
+
+class Odd(Exception):
+    def __str__(self):
+        raise self
+
+def odd():
+    raise Odd
+
+def answer(hook, right):
+    """What the file named like the hook says, or else the right answer."""
+    path = FAULTS / hook
+    return eval(path.read_text()) if path.exists() else right
+'''
+"""Hooks that keep the contract until a file tells them to break it."""
+
+SERVICE = """
+apiVersion: v1
+kind: Service
+metadata: {name: dns, namespace: default}
+spec: {clusterIP: 10.96.0.10, ports: [{port: 53, protocol: UDP}]}
+"""
+
+QUESTIONS = {
+    "kproxy_detect": 'Detection("faulty", (Requirement("luck", True, "some"),))',
+    "kproxy_cleanup": 'Leftovers("faulty")', "kproxy_retire": 'Leftovers("faulty")',
+    "kproxy_supersede": 'Leftovers("faulty")', "kproxy_caveats": "[]", "kproxy_prepare": "None",
+    "kproxy_dialled": "None", "kproxy_make_backend": "Backend()",
+}
+WORK = {
+    "kproxy_begin": "True", "kproxy_sync": "SyncReport(0)", "kproxy_relays": "frozenset()",
+    "kproxy_render": "'rules'", "kproxy_check_text": "''", "kproxy_preview": "Preview(0, '')",
+    "kproxy_explain": "[]", "kproxy_frontends": "[]", "kproxy_traffic": "[]", "kproxy_watch": "True",
+    "kproxy_measure": "[]", "kproxy_close": "None",
+}
+
+
+def faulty() -> str:
+    describes = plugin("faulty").partition("@hookimpl\ndef kproxy_detect")[0]
+    text = f"{describes}{FAULTY}"
+    for hook, right in QUESTIONS.items():
+        text += f"@hookimpl\ndef {hook}():\n    return answer('{hook}', {right})\n"
+    text += "class Backend:\n"
+    for hook, right in WORK.items():
+        text += f"    @hookimpl\n    def {hook}(self):\n        return answer('{hook}', {right})\n"
+    watching = "kproxy_watch(self, damaged):\n        watched.append(damaged)"
+    return text.replace("kproxy_watch(self):", watching)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory in which a file for a hook breaks it."""
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv("FAULTS", str(tmp_path / "faults"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    install(tmp_path, "culprit", {"faulty": "faulty_plugin"}, faulty_plugin=faulty())
+    install(tmp_path, "innocent", {"good": "good_plugin"}, good_plugin=plugin("good"))
+    with on_path(tmp_path):
+        yield tmp_path / "faults"
+
+
+def made() -> tuple[Registry, BackendInstance]:
+    registry = Registry()
+    registry.load_all()
+    return registry, registry.make_backend("faulty", SETTINGS)
+
+
+WORKING: dict[str, Callable[[BackendInstance], object]] = {
+    "kproxy_begin": lambda instance: instance.begin(),
+    "kproxy_sync": lambda instance: instance.sync(UPDATE),
+    "kproxy_render": lambda instance: instance.render(UPDATE),
+    "kproxy_check_text": lambda instance: instance.check_text(UPDATE),
+    "kproxy_preview": lambda instance: instance.preview(UPDATE),
+    "kproxy_explain": lambda instance: instance.explain([QUESTION], live=True),
+    "kproxy_frontends": lambda instance: instance.frontends(Family.IPV4),
+    "kproxy_traffic": lambda instance: instance.traffic(Family.IPV4),
+    "kproxy_relays": lambda instance: instance.relays(Family.IPV4, WEB),
+    "kproxy_watch": lambda instance: instance.watch(lambda family, what: None),
+    "kproxy_measure": lambda instance: instance.measure(),
+    "kproxy_close": lambda instance: instance.close(),
+}
+HARMLESS: dict[str, object] = {
+    "kproxy_relays": frozenset(), "kproxy_watch": False, "kproxy_measure": [], "kproxy_close": None}
+"""What the core goes on with: nothing depends on these calls."""
+
+RAISED = {
+    "fail()": r"raised RuntimeError: a bug \\x1b\[31mof many lines",
+    "leave()": "raised SystemExit: 3",
+    "odd()": "raised Odd: an exception without a message",
+}
+FRONTEND = "Frontend(Address(bytes(4)), Protocol.TCP, 80)"
+COUNT = f"a.Connections({FRONTEND}, None, 1)"
+WRONG = [
+    ("kproxy_begin", "'yes'", "returned str, not bool"),
+    ("kproxy_sync", "None", "returned None"),
+    ("kproxy_sync", "{}", "returned dict, not SyncReport"),
+    ("kproxy_sync", "SyncReport('1')", r"SyncReport\.operations: str, not int"),
+    ("kproxy_sync", "SyncReport(1, detail={'a': 'b'})", r"SyncReport\.detail: a value that is str, not int"),
+    ("kproxy_sync", "SyncReport(1, unserved=None)", r"SyncReport\.unserved: NoneType, not .*Mapping"),
+    ("kproxy_sync", "SyncReport(1, unserved={'a': 'b'})", "a key that is str, not ServicePortKey"),
+    ("kproxy_render", "None", "returned None"),
+    ("kproxy_render", "b''", "returned bytes, not str"),
+    ("kproxy_sync", "SyncReport(1, degraded=None)", r"SyncReport\.degraded: NoneType, not str"),
+    ("kproxy_check_text", "[]", "returned list, not str"),
+    ("kproxy_preview", "(0, '')", "returned tuple, not Preview"),
+    ("kproxy_explain", "[None]", "with NoneType, not KernelSide"),
+    ("kproxy_explain", "[]", "returned 0 answers to 1 questions"),
+    ("kproxy_explain", "[KernelSide(((1, 2),))]", "with tuple, not KernelObject"),
+    ("kproxy_explain", "[KernelSide((), fate='lost')]", r"KernelSide\.fate: str, not Fate"),
+    ("kproxy_frontends", "1", "returned int, not a sequence"),
+    ("kproxy_frontends", "'abc'", "with str, not Frontend"),
+    ("kproxy_frontends", "yielding()", "raised RuntimeError"),
+    ("kproxy_frontends", "[Frontend([], Protocol.TCP, 80)]", r"Frontend\.address: list, not bytes"),
+    ("kproxy_traffic", f"[({FRONTEND}, None, 1)]", "with tuple, not Connections"),
+    ("kproxy_traffic", f"[{COUNT}, {COUNT}._replace(number='1')]", r"Connections\.number: str, not int"),
+    ("kproxy_traffic", f"[{COUNT}._replace(number=-1)]", r"Connections\.number: beyond 0"),
+    ("kproxy_traffic", f"[{COUNT}._replace(number=1 << 70)]", r"Connections\.number: beyond 0"),
+    ("kproxy_traffic", f"[{COUNT}._replace(failed=(1,))]", r"Connections\.failed: not 3 numbers"),
+    ("kproxy_traffic", f"[{COUNT}._replace(carried=(1, 2, 3, -4))]", r"Connections\.carried: a number bey"),
+    ("kproxy_relays", "[1]", "returned list, not .*frozenset"),
+    ("kproxy_relays", "frozenset('1')", "with str, not int"),
+    ("kproxy_watch", "object()", "returned object, not bool"),
+    ("kproxy_measure", "[1]", "with int, not Measurement"),
+    ("kproxy_measure", "[a.Measurement('a b', 'x', 'gauge', 1)]", "'a b', not a Prometheus name"),
+    ("kproxy_measure", "[a.Measurement('a', 'x', 'sum', 1)]", "'sum'"),
+    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', '1')]", r"Measurement\.value: str, not float"),
+    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', 1, {'b-c': ''})]", "'b-c', not a Prometheus name"),
+    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', 1, {'b': 1})]", "a value that is int, not str"),
+]
+
+
+@pytest.mark.parametrize(("hook", "fault", "problem"), [
+    *((hook, fault, problem) for hook in WORKING for fault, problem in RAISED.items()), *WRONG,
+])
+def test_work_that_fails_is_told_by_plugin_and_hook(
+    faults: Path, caplog: pytest.LogCaptureFixture, hook: str, fault: str, problem: str
+) -> None:
+    registry, instance = made()
+    (faults / hook).write_text(fault)
+    told = rf"^plugin 'faulty backend': {hook} .*{problem}"
+    if hook in HARMLESS:
+        assert WORKING[hook](instance) == HARMLESS[hook]
+    else:
+        with pytest.raises(PluginFailed, match=told):
+            WORKING[hook](instance)
+        with suppress(PluginFailed):
+            WORKING[hook](instance)
+    (failure,) = [one for one in registry.calls.measure() if one.value]
+    assert failure.labels == {"plugin": "faulty backend", "hook": hook}
+    logged = [record for record in caplog.records if record.getMessage() == "plugin failed"]
+    assert len(logged) == 1
+    fields: Any = logged[0].__dict__["fields"]
+    assert re.search(problem, fields["problem"])
+    assert fields["problem"].isprintable()
+    assert registry.make_backend("good", SETTINGS).sync(UPDATE).operations == 1
+
+
+ASKED: dict[str, Callable[[Registry], object]] = {
+    "kproxy_detect": lambda registry: registry.detect("faulty", SETTINGS).because,
+    "kproxy_cleanup": lambda registry: registry.cleanup("faulty", SETTINGS, dry_run=True).errors,
+    "kproxy_retire": lambda registry: registry.retire("faulty", SETTINGS).errors,
+    "kproxy_supersede": lambda registry: registry.supersede("faulty", dry_run=True).errors,
+    "kproxy_caveats": lambda registry: registry.caveats("faulty", UPDATE, SETTINGS),
+    "kproxy_prepare": lambda registry: registry.prepare("faulty", SETTINGS),
+    "kproxy_dialled": lambda registry: registry.dialled("faulty", Protocol.TCP, HERE, HERE),
+    "kproxy_make_backend": lambda registry: start_backend(registry, "faulty", SETTINGS),
+}
+
+
+@pytest.mark.parametrize(("hook", "fault", "problem"), [
+    *((hook, fault, problem) for hook in ASKED for fault, problem in RAISED.items()),
+    ("kproxy_detect", "Detection('faulty', 'abc')", r"Detection\.requirements: str, not tuple"),
+    ("kproxy_detect", "Detection('faulty', (Requirement(1, 2, 3),))", r"Requirement\.what: int, not str"),
+    ("kproxy_cleanup", "Leftovers('faulty', removed='abc')", r"Leftovers\.removed: str, not tuple"),
+    ("kproxy_retire", "Leftovers('faulty', waiting='2')", r"Leftovers\.waiting: str, not int"),
+    ("kproxy_supersede", "()", "returned tuple, not Leftovers"),
+    ("kproxy_caveats", "[('what', None)]", "with tuple, not Caveat"),
+    ("kproxy_dialled", "('10.0.0.1', 80)", "returned tuple, not Destination"),
+    ("kproxy_make_backend", "object()", "lacks the hook kproxy_sync"),
+    ("kproxy_make_backend", "[]", "unhashable"),
+])
+def test_a_question_that_fails_is_told_by_plugin_and_hook(
+    faults: Path, hook: str, fault: str, problem: str
+) -> None:
+    registry = Registry()
+    registry.load_all()
+    (faults / hook).write_text(fault)
+    try:
+        told = str(ASKED[hook](registry))
+    except (PluginFailed, Unsupported) as error:
+        told = str(error)
+    except Exception as error:  # noqa: BLE001 - the registry's own refusal
+        told = f"{type(error).__name__}: {error}"
+        assert told.startswith("PluginRefused: the backend of mode 'faulty': ")
+    else:
+        told = told.replace("\\\\", "\\")
+    assert re.search(problem, told)
+    assert "'faulty'" in told
+    assert told.isprintable()
+    assert registry.detect("good", SETTINGS).usable
+    assert registry.make_backend("good", SETTINGS).sync(UPDATE).operations == 1
+
+
+def test_the_plugin_that_raised_is_told_from_its_wrappers(faults: Path, tmp_path: Path) -> None:
+    wrapper = """
+from kproxy_core.contract.hooks import hookimpl
+raises = False
+@hookimpl(wrapper=True)
+def kproxy_sync(update):
+    if raises:
+        raise KeyError("observer")
+    return (yield)
+"""
+    (tmp_path / "wrapping.py").write_text(wrapper)
+    registry = Registry(plugins=["wrapping"])
+    instance = registry.make_backend("faulty", SETTINGS)
+    (faults / "kproxy_sync").write_text("fail()")
+    with pytest.raises(PluginFailed, match=r"^plugin 'faulty backend': kproxy_sync raised RuntimeError"):
+        instance.sync(UPDATE)
+    (faults / "kproxy_sync").write_text("{}")
+    with pytest.raises(PluginFailed, match=r"^plugin 'faulty backend or wrapping': kproxy_sync retur"):
+        instance.sync(UPDATE)
+    import wrapping  # type: ignore[import-not-found]
+
+    wrapping.raises = True
+    with pytest.raises(PluginFailed, match=r"^plugin 'wrapping': kproxy_sync raised KeyError"):
+        instance.sync(UPDATE)
+
+
+def test_measurements_of_other_plugins_are_kept(faults: Path, tmp_path: Path) -> None:
+    observer = """
+from kproxy_core.contract.values import Measurement
+from kproxy_core.contract.hooks import hookimpl
+@hookimpl
+def kproxy_measure():
+    yield Measurement("seen", "By an observer", "gauge", 1)
+"""
+    (tmp_path / "measuring.py").write_text(observer)
+    instance = Registry(plugins=["measuring"]).make_backend("faulty", SETTINGS)
+    (faults / "kproxy_measure").write_text("fail()")
+    assert instance.measure() == [(Measurement("seen", "By an observer", "gauge", 1),)]
+    (faults / "kproxy_measure").unlink()
+    assert len(instance.measure()) == 2
+
+
+def test_a_failure_is_logged_again_after_the_hook_has_worked(
+    faults: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, instance = made()
+    for fault in ("fail()", "fail()", "[]", "fail()"):
+        (faults / "kproxy_measure").write_text(fault)
+        instance.measure()
+    assert [record.getMessage() for record in caplog.records] == ["plugin failed"] * 2
+
+
+def test_damage_of_a_wrong_type_is_not_passed_on(faults: Path) -> None:
+    registry, instance = made()
+    heard: list[tuple[Family, str]] = []
+    watched = sys.modules["faulty_plugin"].watched
+    assert instance.watch(lambda family, what: heard.append((family, what)))
+    for family, what in (([], "rules"), (Family.IPV4, None), (Family.IPV6, "rules")):
+        watched[-1](family, what)
+    assert heard == [(Family.IPV6, "rules")]
+    assert [one.value for one in registry.calls.measure()] == [2]
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as found:
+        yield found
+
+
+def config(directory: Path) -> str:
+    (directory / "manifests").mkdir()
+    file = directory / "config.conf"
+    file.write_text(json.dumps({
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": "faulty",
+        "kproxy": {"stateDirectory": str(directory / "state"), "trafficMetrics": "service",
+                   "manifests": str(directory / "manifests")},
+    }))  # fmt: skip
+    return f"--config={file}"
+
+
+def await_problem(proxy: Proxy, wanted: str) -> None:
+    """Wait until the health server names this problem, or with "" none."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        problems = json.loads(proxy.health()[1]).get("problems", [])
+        if any(wanted in problem for problem in problems) if wanted else not problems:
+            return
+        assert time.monotonic() < deadline, problems
+        time.sleep(0.05)
+
+
+def test_a_proxy_goes_on_and_names_the_plugin(faults: Path, tmp_path: Path, node: Namespace) -> None:
+    broken = {"watch": "fail()", "measure": "leave()", "traffic": "[1]", "relays": "odd()"}
+    thread = "__import__('threading').Thread(target=fail).start() or True"
+    for hook, fault in {**broken, "begin": thread, "close": "fail()"}.items():
+        (faults / f"kproxy_{hook}").write_text(fault)
+    with running(node, config(tmp_path)) as proxy:
+        proxy.await_health()
+        (faults / "kproxy_sync").write_text("None")
+        (tmp_path / "manifests" / "dns.yaml").write_text(SERVICE)
+        await_problem(proxy, "plugin 'faulty backend': kproxy_sync returned None")
+        (faults / "kproxy_sync").write_text("fail()")
+        await_problem(proxy, "plugin 'faulty backend': kproxy_sync raised RuntimeError: a bug")
+        (faults / "kproxy_sync").unlink()
+        await_problem(proxy, "")
+        status, metrics = proxy.get(10249, "/metrics")
+        assert status == 200
+        failures = re.findall(r'kproxy_plugin_failures_total{hook="kproxy_(\w+)",plugin="(.*)"} \d', metrics)
+        assert sorted(failures) == [(hook, "faulty backend") for hook in sorted([*broken, "sync"])]
+        assert proxy.health()[0] == 200
+        status, log = proxy.end()
+    assert status == 0
+    assert all(re.match(r"\d{4}-\d\d-\d\dT", line) for line in log.splitlines())
+    assert all(line.isprintable() for line in log.splitlines())
+    assert "unexpected exception in a thread" in log
+    assert "plugin failed plugin=\"faulty backend\" hook=kproxy_close" in log
+    assert "foreign changes are found only by full syncs" in log

@@ -1,0 +1,214 @@
+"""Profiles and verbosity, over real sockets."""
+
+import gzip
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from kproxy_core.observe.pages import Debug, dispatch
+from kproxy_core.observe.server import HttpServer
+from kproxy_core.testing.network.patience import patience
+from tests.core.observe.http_clients import (
+    LOOPBACK,
+    connect,
+    eventually,
+    get,
+    port_of,
+    received,
+    serving,
+    settle,
+)
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def verbosities() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def port(server: HttpServer, verbosities: list[int]) -> int:
+    handlers = Debug(verbosities.append).handlers
+    listener = server.listen("debug", [(LOOPBACK[0], 0)], partial(dispatch, handlers))
+    settle(server)
+    return port_of(listener)
+
+
+@contextmanager
+def thread(name: str, work: Callable[[], object]) -> Iterator[None]:
+    """A thread that does *work* again and again."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            work()
+
+    running = threading.Thread(target=run, name=name)
+    running.start()
+    try:
+        yield
+    finally:
+        done.set()
+        running.join()
+
+
+def burn_processor_time() -> None:
+    for _ in range(10_000):
+        pass
+
+
+def test_the_index_links_all_profiles(port: int) -> None:
+    moved = get(port, "/debug/pprof")
+    assert (moved.status, moved.headers["Location"]) == (302, "/debug/pprof/")
+    index = get(port, "/debug/pprof/")
+    assert index.headers["Content-Type"] == "text/html; charset=utf-8"
+    for name in (b"cmdline", b"goroutine", b"heap", b"profile"):
+        assert b'<a href="/debug/pprof/%s">' % name in index.body
+    assert get(port, "/debug/pprof/mutex").status == 404
+
+
+def test_the_command_line(port: int) -> None:
+    with open("/proc/self/cmdline", "rb") as file:
+        assert get(port, "/debug/pprof/cmdline").body + b"\0" == file.read()
+
+
+def stacks(port: int) -> str:
+    return get(port, "/debug/pprof/goroutine?debug=2").body.decode()
+
+
+def test_every_thread_shows_its_stack(port: int) -> None:
+    with thread("sleeper", lambda: time.sleep(0.01)):
+        assert eventually(lambda: "time.sleep(0.01)" in stacks(port))
+        dump = stacks(port)
+    assert "[sleeper]:\n" in dump
+    assert "[MainThread]:\n" in dump
+
+
+def test_folded_stacks_show_the_busy_function(port: int) -> None:
+    with thread("burner", burn_processor_time), thread("sleeper", lambda: time.sleep(0.01)):
+        lines = get(port, "/debug/pprof/profile?seconds=0.5&debug=1").body.decode().splitlines()
+    stack, _, microseconds = lines[0].rpartition(" ")
+    assert stack.startswith("burner;")
+    assert "burn_processor_time (" in stack
+    assert int(microseconds) > 0
+
+
+def test_a_profile_is_in_the_format_of_pprof(port: int) -> None:
+    with thread("burner", burn_processor_time):
+        reply = get(port, "/debug/pprof/profile?seconds=0.5")
+    assert reply.headers["Content-Type"] == "application/octet-stream"
+    fields = decode(gzip.decompress(reply.body))
+    strings = [value.decode() for value in fields[6] if isinstance(value, bytes)]
+    assert strings[0] == ""
+    assert {"samples", "count", "cpu", "nanoseconds", "burner", "burn_processor_time"} <= set(strings)
+    functions = {of[1][0]: strings[int(of[2][0])] for of in map(decode_bytes, fields[5])}
+    locations = {}
+    for location in map(decode_bytes, fields[4]):
+        line = decode_bytes(location[4][0])
+        locations[location[1][0]] = functions[line[1][0]]
+    samples = [decode_bytes(sample) for sample in fields[2]]
+    assert "burn_processor_time" in {locations[of] for sample in samples for of in sample[1]}
+    for sample in samples:
+        count, nanoseconds = map(int, sample[2])
+        assert count > 0
+        assert nanoseconds > 0
+        label = decode_bytes(sample[3][0])
+        assert strings[int(label[1][0])] == "thread"
+
+
+def test_kept_memory_is_shown_by_line(port: int) -> None:
+    kept: list[bytearray] = []
+
+    def allocate() -> None:
+        kept.append(bytearray(10_000))
+        time.sleep(0.01)
+
+    with thread("keeper", allocate):
+        report = get(port, "/debug/pprof/heap?seconds=0.3").body.decode()
+    assert "kept.append(bytearray(10_000))" in report
+
+
+def test_others_are_served_while_a_profile_is_taken(port: int) -> None:
+    with connect(port) as client:
+        client.sendall(f"GET /debug/pprof/profile?seconds={patience()} HTTP/1.0\r\n\r\n".encode())
+        assert get(port, "/debug/pprof/cmdline").status == 200
+        assert get(port, "/debug/pprof/heap?seconds=1").status == 409
+        assert received(client).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert get(port, "/debug/pprof/heap?seconds=0.01").status == 200
+
+
+def test_a_client_that_disconnects_early_affects_no_other(port: int) -> None:
+    with connect(port) as client:
+        client.sendall(b"GET /debug/pprof/profile?seconds=0.2 HTTP/1.0\r\n\r\n")
+    while get(port, "/debug/pprof/heap?seconds=0.01").status == 409:
+        time.sleep(0.01)
+    assert get(port, "/debug/pprof/cmdline").status == 200
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "301", "nan", "inf", "x", "1e9"])
+def test_an_invalid_duration_is_refused(port: int, seconds: str) -> None:
+    assert get(port, f"/debug/pprof/profile?seconds={seconds}").status == 400
+
+
+def test_the_verbosity_is_put(port: int, verbosities: list[int]) -> None:
+    assert b'<a href="/debug/flags/v">' in get(port, "/debug/flags").body
+    reply = get(port, "/debug/flags/v", method="PUT", body=b"4")
+    assert (reply.status, reply.body) == (200, b"successfully set klog.logging.verbosity to 4")
+    assert verbosities == [4]
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "status"),
+    [("GET", None, 406), ("POST", b"4", 406), ("PUT", b"", 400), ("PUT", b"-1", 400), ("PUT", b"9" * 99, 400),
+     ("PUT", "\u0664".encode(), 400)],
+)  # fmt: skip
+def test_nothing_else_changes_the_verbosity(
+    port: int, verbosities: list[int], method: str, body: bytes | None, status: int
+) -> None:
+    assert get(port, "/debug/flags/v", method=method, body=body).status == status
+    assert verbosities == []
+
+
+Fields = dict[int, list[int | bytes]]
+
+
+def decode(message: bytes) -> Fields:
+    """Return the fields of a protobuf message, numbers and bytes, by their numbers."""
+    fields: Fields = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        key = varint()
+        assert key & 7 in (0, 2)
+        value: int | bytes = varint()
+        if key & 7 == 2:
+            assert isinstance(value, int)
+            at += value
+            value = message[at - value : at]
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
+
+
+def decode_bytes(message: int | bytes) -> Fields:
+    assert isinstance(message, bytes)
+    return decode(message)
