@@ -1,6 +1,6 @@
 """The program of the child process: commands of nft, one by one.
 
-    child.py [SETTING]... -- [COMMAND]...
+    libnftables_child.py [SETTING]... -- [COMMAND]...
 
 A SETTING is a method of the binding without ``set_``, such as ``handle_output``. Without a COMMAND, standard
 input is one. Each answer is a line of JSON with exit status, output and error output, printed before the next
