@@ -106,7 +106,7 @@ def test_it_follows_a_change(room: Room) -> None:
     search(room.window, "later")
     room.window.wait("document.body.innerText.includes('none of')")
     room.write("later", service("later", "10.96.7.9"))
-    room.window.wait("document.getElementById('services').innerText.includes('10.96.7.9:80')")
+    assert room.window.wait("document.getElementById('services').innerText.includes('10.96.7.9:80')")
 
 
 def test_it_explains_a_packet(room: Room) -> None:

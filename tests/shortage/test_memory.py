@@ -1,6 +1,7 @@
 """A memory limit that ends a process: the rules serve on, and the next process goes on where it was."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def test_a_killed_relay_worker_is_named_and_replaced(tmp_path: Path) -> None:
         here.serve(1)
         with here.proxy() as proxy:
             here.await_answer(vip(1))
-            for worker in _children(proxy.pid):
+            workers = _children(proxy.pid)
+            for worker in workers:
                 group.add(worker)
             group.limit(os.sysconf("SC_PAGE_SIZE"))
             with ExitStack() as clients:
@@ -91,6 +93,9 @@ def test_a_killed_relay_worker_is_named_and_replaced(tmp_path: Path) -> None:
                     return "relay worker exited" in here.logged
 
                 here.await_true(worker_exited, "killed worker")
+            named = re.findall(r"relay worker exited.* pid=(\d+)", here.logged)
+            assert named
+            assert {int(pid) for pid in named} <= set(workers)
             here.await_answer(vip(1))
             proxy.await_health()
 

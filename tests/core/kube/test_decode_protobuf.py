@@ -151,7 +151,8 @@ def test_an_impossible_time_is_reported(seconds: int) -> None:
 @given(data=st.binary(max_size=80), resource=st.sampled_from(RESOURCES))
 def test_no_bytes_make_decoding_raise(data: bytes, resource: Resource[Any, Any]) -> None:
     decoder = ProtobufDecoder(resource)
-    decoder.page(encode_list(resource.kind, {}, [data]))
+    reading, = decoder.page(encode_list(resource.kind, {}, [data])).readings
+    assert reading.value is not None or reading.bad
     for hostile in (data, MAGIC + data, envelope(f"{resource.kind}List", resource.api_version, data),
                     body(encode_event("ADDED", envelope(resource.kind, resource.api_version, data)))):
         for read in (decoder.page, decoder.watch_event):

@@ -145,7 +145,8 @@ def test_json_is_yaml(value: object) -> None:
 @given(st.text("{}[]:,&*!|>'\"%#-? \n\tab1.<\\", max_size=30))
 def test_any_text_is_read_or_refused(text: str) -> None:
     with suppress(NotYaml):
-        msgspec.json.encode(documents(text.encode()))
+        read = documents(text.encode())
+        assert msgspec.json.decode(msgspec.json.encode(read)) == read
 
 
 KUBECTL = """\

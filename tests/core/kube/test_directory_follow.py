@@ -55,7 +55,9 @@ def test_an_empty_directory_is_complete(tmp_path: Path) -> None:
 
 def test_a_new_file(state: State, tmp_path: Path) -> None:
     (tmp_path / "other.yml").write_text(text(service("other")))
-    state.wait(lambda s: "other" in s.services)
+    state.wait(serving(web=80, other=80))
+    assert not ever_gone(state, "web")
+    assert state.bad == []
 
 
 def test_a_file_written_again(state: State, tmp_path: Path) -> None:
@@ -76,6 +78,7 @@ def test_a_file_renamed_over_another(state: State, tmp_path: Path) -> None:
 def test_a_file_removed(state: State, tmp_path: Path) -> None:
     (tmp_path / "web.yaml").unlink()
     state.wait(serving())
+    assert state.bad == []
 
 
 def test_a_removal_takes_effect_before_later_changes(state: State, tmp_path: Path) -> None:
@@ -113,6 +116,7 @@ def test_files_that_vanish_all_the_time_delay_no_change(
         begun.wait()
         (tmp_path / "other.yaml").write_text(text(service("other")))
         state.wait(lambda s: "other" in s.services)
+        assert thread.is_alive(), "files still come and go"
     finally:
         seen.set()
         thread.join()
@@ -126,6 +130,7 @@ def test_a_file_moved_away_and_back(
     state.wait(serving())
     elsewhere.rename(tmp_path / "web.yaml")
     state.wait(serving(web=80))
+    assert state.bad == []
 
 
 def test_a_file_renamed_in_place_is_no_change(state: State, tmp_path: Path) -> None:
@@ -139,13 +144,15 @@ def test_a_file_renamed_in_place_is_no_change(state: State, tmp_path: Path) -> N
 def test_a_file_renamed_to_something_that_is_no_manifest(state: State, tmp_path: Path) -> None:
     (tmp_path / "web.yaml").rename(tmp_path / "web.yaml.disabled")
     state.wait(serving())
+    assert state.bad == []
 
 
 def test_a_hard_link(state: State, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "other"
     elsewhere.write_text(text(service("other")))
     os.link(elsewhere, tmp_path / "other.yaml")
-    state.wait(lambda s: "other" in s.services)
+    state.wait(serving(web=80, other=80))
+    assert state.bad == []
 
 
 def test_a_nameless_file_linked_into_place(state: State, tmp_path: Path) -> None:
@@ -154,7 +161,8 @@ def test_a_nameless_file_linked_into_place(state: State, tmp_path: Path) -> None
     try:
         os.write(file, text(service("other")).encode())
         os.link(f"/proc/self/fd/{file}", "other.yaml", dst_dir_fd=folder)
-        state.wait(lambda s: "other" in s.services)
+        state.wait(serving(web=80, other=80))
+        assert state.bad == []
     finally:
         os.close(file)
         os.close(folder)
@@ -269,14 +277,17 @@ def test_subdirectories_are_ignored(state: State, tmp_path: Path) -> None:
 
 def test_a_pipe_does_not_block(state: State, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    state.wait(lambda s: s.complaints == ["file pipe.yaml: is not a regular file"])
     wait_past_everything(state, tmp_path)
+    assert state.complaints == ["file pipe.yaml: is not a regular file"]
+    assert state.services == {"web": 80}
 
 
 def test_a_file_too_large(state: State, tmp_path: Path) -> None:
     with open(tmp_path / "huge.yaml", "w") as file:
         file.truncate((16 << 20) + 1)
-    state.wait(lambda s: s.complaints == ["file huge.yaml: is larger than 16 MiB"])
+    wait_past_everything(state, tmp_path)
+    assert state.complaints == ["file huge.yaml: is larger than 16 MiB"]
+    assert state.services == {"web": 80}
 
 
 def test_names_that_would_break_a_log_line(state: State, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_a_link_that_exists_at_the_start(manifests: Path, tmp_path: Path) -> Non
         state.wait(serving(web=80))
         write(tmp_path / "elsewhere" / "shop", service("web", port=81))
         state.wait(serving(web=81))
+        assert state.bad == []
 
 
 def test_a_link_pointed_elsewhere(state: State, manifests: Path, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_a_link_pointed_elsewhere(state: State, manifests: Path, tmp_path: Path)
     state.wait(serving(web=2))
     write(tmp_path / "two", service("web", port=3))
     state.wait(serving(web=3))
+    assert state.bad == []
 
 
 def test_a_link_replaced_by_a_file_and_back(state: State, manifests: Path, tmp_path: Path) -> None:
@@ -90,6 +92,7 @@ def test_a_link_replaced_by_a_file_and_back(state: State, manifests: Path, tmp_p
     state.wait(serving(web=1))
     write(tmp_path / "one", service("web", port=3))
     state.wait(serving(web=3))
+    assert state.bad == []
 
 
 def test_a_chain_of_links(state: State, manifests: Path, tmp_path: Path) -> None:
@@ -103,6 +106,7 @@ def test_a_chain_of_links(state: State, manifests: Path, tmp_path: Path) -> None
     state.wait(serving(web=2))
     write(tmp_path / "v2" / "shop.yaml", service("web", port=3))
     state.wait(serving(web=3))
+    assert state.bad == []
 
 
 def test_a_dangling_link_is_reported_and_followed_once_its_target_exists(
@@ -112,6 +116,7 @@ def test_a_dangling_link_is_reported_and_followed_once_its_target_exists(
     state.wait(lambda s: s.complaints == ["file web.yaml: is a symbolic link to nothing"])
     write(tmp_path / "later", service("web"))
     state.wait(serving(web=80))
+    assert len(state.bad) == 1, "nothing more is said once the target exists"
 
 
 def test_a_link_whose_target_vanishes_keeps_its_objects(
@@ -133,6 +138,7 @@ def test_links_in_a_circle(state: State, manifests: Path) -> None:
     state.wait(lambda s: any("a.yaml: can't be read" in complaint for complaint in s.complaints))
     write(manifests / "c.yaml", service("web"))
     state.wait(serving(web=80))
+    assert not any("c.yaml" in complaint for complaint in state.complaints)
 
 
 # --- a ConfigMap, as the kubelet mounts and updates it
@@ -224,6 +230,7 @@ def test_a_directory_renamed_into_place(tmp_path: Path) -> None:
     with followed(tmp_path / "live" / "manifests") as state:
         (tmp_path / "draft").rename(tmp_path / "live")
         state.wait(serving(web=80))
+        assert state.bad == []
 
 
 def test_a_directory_moved_away_keeps_its_state_and_another_takes_over(
@@ -240,6 +247,7 @@ def test_a_directory_moved_away_keeps_its_state_and_another_takes_over(
         state.wait(serving(web=port))
     write(manifests / "web.yaml", service("web", port=83))
     state.wait(serving(web=83))
+    assert state.bad == []
 
 
 def test_a_directory_removed_and_made_again(state: State, manifests: Path) -> None:
@@ -249,6 +257,7 @@ def test_a_directory_removed_and_made_again(state: State, manifests: Path) -> No
         shutil.rmtree(manifests)
     write(manifests / "other.yaml", OTHER)
     state.wait(serving(other=80))
+    assert state.bad == []
 
 
 def test_a_directory_that_is_a_link_pointed_elsewhere(tmp_path: Path) -> None:
@@ -264,6 +273,7 @@ def test_a_directory_that_is_a_link_pointed_elsewhere(tmp_path: Path) -> None:
         write(tmp_path / "v1" / "web.yaml", service("web", port=4))
         write(tmp_path / "v2" / "other.yaml", OTHER)
         state.wait(serving(web=3, other=80))
+        assert state.bad == []
 
 
 def test_a_link_on_the_way_to_the_directory(tmp_path: Path) -> None:
@@ -274,11 +284,13 @@ def test_a_link_on_the_way_to_the_directory(tmp_path: Path) -> None:
         state.wait(serving(web=1))
         replace_link(tmp_path / "current", tmp_path / "v2")
         state.wait(serving(web=2))
+        assert state.bad == []
 
 
 def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
     write(tmp_path / "manifests", service("web"))
     with followed(tmp_path / "manifests") as state:
+        assert state.services == {}
         (tmp_path / "manifests").unlink()
         write(tmp_path / "manifests" / "web.yaml", service("web"))
         state.wait(serving(web=80))
@@ -292,3 +304,4 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         state.wait(serving(web=80))
         write(tmp_path / "manifests" / "web.yaml", service("web", port=81))
         state.wait(serving(web=81))
+        assert state.bad == []
