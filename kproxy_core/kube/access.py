@@ -67,7 +67,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Load:
     """A configuration that a child process is loading."""
 
-    def __init__(self, master: str, kubeconfig: str) -> None:
+    def __init__(self, master: str, kubeconfig: str, service_account: str = SERVICE_ACCOUNT) -> None:
         """Start to load *kubeconfig*, with *master* in place of its server; with neither, the pod's own.
 
         Raises OSError.
@@ -77,18 +77,18 @@ class Load:
         program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.kube.loader import main; main()"
         # In a session of its own, so that a plugin ends with it.
         self._child = subprocess.Popen(
-            [sys.executable, "-S", "-c", program, master, kubeconfig, SERVICE_ACCOUNT],
+            [sys.executable, "-S", "-c", program, master, kubeconfig, service_account],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
-    def result(self) -> Loaded:
-        """Wait for the configuration. Call once. Raises NotLoaded."""
+    def result(self, timeout: float = LOAD_SECONDS) -> Loaded:
+        """Wait up to *timeout* seconds for the configuration. Call once. Raises NotLoaded."""
         with self._child:
             try:
-                answer, complaint = self._child.communicate(timeout=LOAD_SECONDS)
+                answer, complaint = self._child.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 _end(self._child)
                 raise NotLoaded(
-                    f"not loaded within {LOAD_SECONDS} s; does a credential plugin hang?") from None
+                    f"not loaded within {timeout:g} s; does a credential plugin hang?") from None
         try:
             loaded = msgspec.json.decode(answer, type=Loaded)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -166,7 +166,9 @@ class AccessLoad:
     cluster that this pod runs in.
     """
 
-    def __init__(self, master: str | None, kubeconfig: str | None) -> None:
+    def __init__(
+        self, master: str | None, kubeconfig: str | None, service_account: str = SERVICE_ACCOUNT
+    ) -> None:
         """Start loading. Raises AccessError."""
         if kubeconfig:
             self._option, self._server = f"--kubeconfig: {kubeconfig}", f"--kubeconfig: {kubeconfig}: server"
@@ -184,7 +186,7 @@ class AccessLoad:
         self._load: Load | None = None
         if kubeconfig or not master or names_a_proxy():
             try:
-                self._load = Load(self._master, kubeconfig or "")
+                self._load = Load(self._master, kubeconfig or "", service_account)
             except OSError as error:
                 raise AccessError(f"{self._option}: {error}") from error
 
@@ -201,9 +203,11 @@ class AccessLoad:
             raise AccessError(f"{self._option}: {error}") from error
 
 
-def load_access(master: str | None, kubeconfig: str | None) -> Access:
+def load_access(
+    master: str | None, kubeconfig: str | None, service_account: str = SERVICE_ACCOUNT
+) -> Access:
     """Return the access that the options name, see `AccessLoad`. Raises AccessError."""
-    return AccessLoad(master, kubeconfig).result()
+    return AccessLoad(master, kubeconfig, service_account).result()
 
 
 def _checked_url(option: str, url: str) -> str:
@@ -273,8 +277,10 @@ def _in_memory(data: str) -> Iterator[str]:
 class CurrentAccess:
     """The access in use, shared by the threads that talk to one API server, and loaded when first needed."""
 
-    def __init__(self, master: str | None, kubeconfig: str | None) -> None:
-        self._options = master, kubeconfig
+    def __init__(
+        self, master: str | None, kubeconfig: str | None, service_account: str = SERVICE_ACCOUNT
+    ) -> None:
+        self._options = master, kubeconfig, service_account
         self._lock = threading.Lock()
         self._load: AccessLoad | None = None
         self._now: Access | None = None

@@ -27,7 +27,7 @@ from kproxy_core.kube.decode import (
 )
 from kproxy_core.kube.reading import Reading
 from kproxy_core.kube.requests import ApiRequests, HistoryLost, Observe, Refusal, refusal
-from kproxy_core.kube.transport import JSON, MAX_LINE, Frames, Lines, ProtocolError, TooLarge
+from kproxy_core.kube.transport import JSON, LIMITS, MAX_LINE, Frames, Limits, Lines, ProtocolError, TooLarge
 from kproxy_core.model.events import BadObject, Complete, Emit, Event, limit_complaints
 from kproxy_core.model.timing import STABLE, Backoff, TokenBucket
 
@@ -116,18 +116,15 @@ class Conduct(Struct):
 
 # The objects of one kind that were delivered, and the events that keep a store equal to the server.
 
-MOST_HELD = 512 << 20
-"""Limit in bytes for the encodings of all objects of one kind, far above those of the largest clusters."""
-
 _PER_OBJECT = 1 << 10
 """Bytes that an object counts for besides its encoding: a small one takes more in memory."""
 
 
 class TooMuch(Exception):
-    """The objects of one kind exceed `MOST_HELD`."""
+    """The objects of one kind exceed `Limits.most_held`."""
 
-    def __init__(self) -> None:
-        super().__init__(f"objects of more than {MOST_HELD} bytes")
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"objects of more than {limit} bytes")
 
 
 class Replica:
@@ -137,13 +134,14 @@ class Replica:
     at the end of the list were deleted.
     """
 
-    def __init__(self, resource: Resource[Any, Any]) -> None:
+    def __init__(self, resource: Resource[Any, Any], most_held: int) -> None:
         self._resource = resource
+        self._most_held = most_held
         self._known: dict[Name, int] = {}
         """The bytes that each object counts for."""
         self._held = 0
         """The sum of them."""
-        self._limit = MOST_HELD
+        self._limit = self._most_held
         self._unseen: set[Name] | None = None
         """Objects not listed yet; None: no listing is under way."""
         self._unproven: set[Name] = set()
@@ -158,12 +156,12 @@ class Replica:
     def start_listing(self) -> None:
         self._unseen = set(self._known)
         # The former objects are held until all others are known, as many as there may be.
-        self._limit = MOST_HELD + self._held - self._size(self._unproven)
+        self._limit = self._most_held + self._held - self._size(self._unproven)
 
     def abandon_listing(self) -> None:
         """Keep everything: objects that were not listed may still exist."""
         self._unseen = None
-        self._limit = MOST_HELD
+        self._limit = self._most_held
 
     def set(self, reading: Reading[Any], size: int, events: list[Event]) -> None:
         """Add to *events* those for an object that exists, encoded in *size* bytes. Raises TooMuch."""
@@ -173,7 +171,7 @@ class Replica:
             known = self._known.get(name)
             held = self._held + counted - (known or 0)
             if held > max(self._held, self._limit):
-                raise TooMuch
+                raise TooMuch(self._most_held)
             self._held, self._known[name] = held, counted
             if self._unseen is not None:
                 self._unseen.discard(name)
@@ -193,12 +191,12 @@ class Replica:
         Raises TooMuch.
         """
         unseen = self._unseen or set()
-        if self._held - self._size(unseen) > MOST_HELD:
-            raise TooMuch
+        if self._held - self._size(unseen) > self._most_held:
+            raise TooMuch(self._most_held)
         events = [event for name in unseen for event in self.delete(name)]
         self._unseen = None
         self._unproven.clear()
-        self._limit = MOST_HELD
+        self._limit = self._most_held
         return events + self.complete()
 
     def drop_unproven(self) -> list[Event]:
@@ -225,20 +223,11 @@ class Replica:
 WATCH_SECONDS = 300
 """Seconds that a watch is asked to last, up to twice as long by chance (as client-go's)."""
 
-WATCH_SILENCE = 90.0
-"""Seconds without a byte after which a watch is given up: there is a bookmark a minute at least.
-
-A longer silence means a server that hangs, or one that a load balancer in between has lost.
-"""
-
 FIRST_PAGE = 500
 """Objects in the first page of a list."""
 
 PAGE_BYTES = 4 << 20
 """Size aimed at by the pages after it: objects differ in size by three orders of magnitude."""
-
-MAX_LIST = 4 << 30
-"""Limit in bytes for everything that exists, in a list or at the start of a watch."""
 
 FIRST_BATCH = 10_000
 """Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch
@@ -290,7 +279,8 @@ class Reflector:
 
     def __init__(
         self, resource: Resource[Any, Any], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
-        trouble: Trouble, chance: Callable[[], float],
+        trouble: Trouble, chance: Callable[[], float], limits: Limits = LIMITS,
+        backoff: type[Backoff] = Backoff,
     ) -> None:
         self._resource = resource
         self._selectors = selectors
@@ -298,9 +288,10 @@ class Reflector:
         self._emit = emit
         self._trouble = trouble
         self._chance = chance
-        self._backoff = Backoff(chance)
+        self._backoff = backoff(chance)
         self._stopping = threading.Event()
-        self._replica = Replica(resource)
+        self._most_listed = limits.largest_list
+        self._replica = Replica(resource, limits.most_held)
         self._conduct = Conduct()
         self._start = Start.WATCH_LIST
         self._version = ""
@@ -447,7 +438,7 @@ class Reflector:
             data, is_protobuf = self._requests.list(
                 self._target({"limit": str(limit)} | query), first=not query)
             received += len(data)
-            _check_length(received)
+            self._check_length(received)
             page = self._decoder(is_protobuf).page(data)
             if not page.resource_version:
                 raise Malformed("a list without metadata.resourceVersion")
@@ -483,13 +474,13 @@ class Reflector:
         try:
             while True:
                 if self._phase is Phase.FOLLOWING:
-                    self._requests.allow_silence(WATCH_SILENCE)
+                    self._requests.allow_endless_watch()
                 data = response.read()
                 if not data:
                     return
                 if self._replica.is_listing:
                     received += len(data)
-                    _check_length(received)
+                    self._check_length(received)
                 self._conduct.silences = 0
                 for encoded in stream.feed(data):
                     if encoded is None:
@@ -501,6 +492,11 @@ class Reflector:
                     self._deliver(batch)
         finally:
             self._deliver(events)
+
+    def _check_length(self, received: int) -> None:
+        """Raise Malformed if a list does not end."""
+        if received > self._most_listed:
+            raise Malformed(f"a list of more than {self._most_listed} bytes")
 
     def _decoder(self, is_protobuf: bool) -> Decoder[Any]:
         if not is_protobuf:
@@ -550,12 +546,6 @@ class Reflector:
         return {"fields": {"resource": self._resource.plural} | fields}
 
 
-def _check_length(received: int) -> None:
-    """Raise Malformed if a list does not end."""
-    if received > MAX_LIST:
-        raise Malformed(f"a list of more than {MAX_LIST} bytes")
-
-
 def _lists_may_do_better(problem: Exception | None) -> bool:
     """Return whether a plain list may succeed where a watch-list failed with *problem* before its end."""
     if isinstance(problem, Refusal):
@@ -583,6 +573,7 @@ class KubernetesSource:
 
     *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
     *qps* of 0 or less sets no limit. *observe* is called for each request. *chance*: uniform in [0, 1).
+    *backoff* delays the attempts of each kind.
 
     Unchanged objects are not asked for again: kube-proxy's configSyncPeriod only replays its memory.
 
@@ -594,7 +585,8 @@ class KubernetesSource:
     def __init__(
         self, access: CurrentAccess, node_name: str, *,
         accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = lambda request: None,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random, limits: Limits = LIMITS,
+        backoff: type[Backoff] = Backoff,
     ) -> None:
         access.keep_up()
         self._access = access
@@ -604,13 +596,16 @@ class KubernetesSource:
         self._trouble = Trouble()
         self._node_name = node_name
         self._chance = chance
+        self._limits = limits
+        self._backoff = backoff
         self._reflectors: list[Reflector] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, emit: Emit) -> None:
         for resource, selectors in _selectors(self._node_name):
-            requests = ApiRequests(self._access, self._rate, self._observe, self._accept)
-            reflector = Reflector(resource, selectors, requests, emit, self._trouble, self._chance)
+            requests = ApiRequests(self._access, self._rate, self._observe, self._accept, self._limits)
+            reflector = Reflector(resource, selectors, requests, emit, self._trouble, self._chance,
+                                  self._limits, self._backoff)
             thread = threading.Thread(target=reflector.run, name=f"watch {resource.plural}", daemon=True)
             self._reflectors.append(reflector)
             self._threads.append(thread)

@@ -12,18 +12,11 @@ from msgspec import Struct
 from kproxy_core.kube.access import CurrentAccess, Stamp, stamp
 from kproxy_core.kube.decode import UNDECODABLE, Malformed, Status
 from kproxy_core.kube.reading import shown
-from kproxy_core.kube.transport import Aborted, Response, Transport, without_managed_fields
+from kproxy_core.kube.transport import LIMITS, Aborted, Limits, Response, Transport, without_managed_fields
 from kproxy_core.model.timing import TokenBucket
 
 SILENCE = 60.0
 """Seconds without a byte after which an answer is given up."""
-
-ALLOWANCE = 60.0
-"""Seconds that a page of a list, or a watch's initial events, may take besides those for the size
-(`wire.SLOWEST`)."""
-
-MAX_PAGE = 32 << 20
-"""Limit in bytes for one page of a list, decompressed."""
 
 MAX_REFUSAL = 1 << 20
 """Limit in bytes for the body of an answer other than 200."""
@@ -75,7 +68,11 @@ class ApiRequests:
     Used by one thread; only `abort` may be called by another.
     """
 
-    def __init__(self, access: CurrentAccess, rate: TokenBucket, observe: Observe, accept: str) -> None:
+    def __init__(
+        self, access: CurrentAccess, rate: TokenBucket, observe: Observe, accept: str,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._limits = limits
         self._current = access
         self._rate = rate
         self._observe = observe
@@ -87,7 +84,7 @@ class ApiRequests:
         """The access of the last request."""
         self._noticed: dict[str, Stamp] = {}
         """Replaced files that `files_replaced` has reported, and their stamps."""
-        self._transport = Transport(self._access)
+        self._transport = Transport(self._access, self._limits)
 
     def list(self, target: str, first: bool) -> tuple[bytes, bool]:
         """Return a page of a list, and whether it is protobuf. Only the *first* waits for the rate limit.
@@ -118,9 +115,10 @@ class ApiRequests:
         self._tried = self._access
         try:
             response = self._transport.get(
-                target, SILENCE, accept=self._accept, compressed=is_list, allowance=ALLOWANCE)
+                target, SILENCE, accept=self._accept, compressed=is_list, allowance=self._limits.allowance)
             if is_list:
-                data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
+                data = response.read_all(
+                    self._limits.largest_page if response.status == 200 else MAX_REFUSAL)
                 received = len(data)
             code = str(response.status)
         finally:
@@ -128,9 +126,9 @@ class ApiRequests:
             self._observe(ApiRequest(self._access.authority, code, waited, seconds, received))
         return response, data
 
-    def allow_silence(self, seconds: float) -> None:
-        """Let the watch last as long as it is not silent for *seconds*."""
-        self._transport.wire.start_answer(seconds)
+    def allow_endless_watch(self) -> None:
+        """Let the watch last as long as it is not silent for `Limits.watch_silence`."""
+        self._transport.wire.start_answer(self._limits.watch_silence)
 
     def disconnect(self) -> None:
         """Close the connection; the next request makes a new one."""
@@ -168,7 +166,7 @@ class ApiRequests:
             return
         self._access = self._current.now
         self._transport.close()
-        self._transport = Transport(self._access)
+        self._transport = Transport(self._access, self._limits)
         if self._stopping.is_set():
             self._transport.abort()
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from msgspec import Struct
 from urllib3 import BaseHTTPResponse, HTTPHeaderDict, PoolManager, ProxyManager, Timeout
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, NewConnectionError
@@ -161,25 +162,54 @@ CONNECT_TIMEOUT = 10.0
 PIECE = 128 << 10
 """Bytes read at once, so that a burst which waits in the kernel is one batch."""
 
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 10, 3
-"""Seconds of silence before a peer is probed, seconds between probes, and probes that may go unanswered."""
 
-PEER_TIMEOUT = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
-"""Seconds after which the kernel notices that a peer vanished."""
+class Limits(Struct, frozen=True, kw_only=True):
+    """Limits on the silence, the duration and the size of an API server's answers."""
 
-SLOWEST = 16 << 10
-"""Bytes a second that a list has to arrive with in the long run."""
+    keepalive: tuple[int, int, int] = (15, 10, 3)
+    """Seconds of silence before a peer is probed, seconds between probes, and unanswered probes."""
+
+    slowest: int = 16 << 10
+    """Minimum sustained rate of a list, bytes/s."""
+
+    allowance: float = 60.0
+    """Seconds that a page of a list, or a watch's initial events, may take besides those for the size."""
+
+    watch_silence: float = 90.0
+    """Seconds without a byte after which a watch is given up: there is a bookmark a minute at least.
+
+    A longer silence means a server that hangs, or one that a load balancer in between has lost.
+    """
+
+    largest_page: int = 32 << 20
+    """Bytes of one page of a list, decompressed."""
+
+    largest_list: int = 4 << 30
+    """Bytes of everything that exists, in a list or at the start of a watch."""
+
+    most_held: int = 512 << 20
+    """Bytes of the encodings of all objects of one kind, far above those of the largest clusters."""
+
+    @property
+    def peer_timeout(self) -> int:
+        """Seconds after which the kernel notices that a peer vanished."""
+        idle, interval, probes = self.keepalive
+        return idle + interval * probes
+
+    @property
+    def socket_options(self) -> list[tuple[int, int, int]]:
+        idle, interval, probes = self.keepalive
+        return [
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.peer_timeout * 1000),
+        ]
 
 
-def socket_options() -> list[tuple[int, int, int]]:
-    return [
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
-    ]
+LIMITS = Limits()
 
 
 class Aborted(OSError):
@@ -193,7 +223,8 @@ class TooSlow(TimeoutError):
 class Wire:
     """The socket of the connection in use. One thread uses it; only `abort` may be called by another."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self._limits = limits
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._stand_in: socket.socket | None = None
@@ -220,7 +251,7 @@ class Wire:
         for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
             plain = socket.socket(family, kind, protocol)
             try:
-                for option in socket_options():
+                for option in self._limits.socket_options:
                     plain.setsockopt(*option)
                 self._connect(plain, address)
                 return plain
@@ -287,7 +318,8 @@ class Wire:
     def start_answer(self, silence: float, allowance: float = 0.0) -> None:
         """Start to count for an answer that may be silent for *silence* seconds.
 
-        *allowance*: seconds that it may take in all, and one more for each `SLOWEST` bytes; 0: for ever.
+        *allowance*: seconds that it may take in all, and one more for each `Limits.slowest` bytes. 0 sets
+        no limit.
         """
         self.silence = silence
         self._received = 0
@@ -344,7 +376,7 @@ class Wire:
             return self.silence
         started, allowance = self._deadline
         lasted = time.monotonic() - started
-        left = allowance + self._received / SLOWEST - lasted
+        left = allowance + self._received / self._limits.slowest - lasted
         if left <= 0:
             raise TooSlow(f"received only {self._received} bytes in {lasted:.0f} s")
         return left
@@ -491,10 +523,10 @@ class Transport:
     Used by one thread; only `abort` may be called by another.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, limits: Limits = LIMITS) -> None:
         self._access = access
-        self.wire = Wire()
-        self._manager = _manager(access)
+        self.wire = Wire(limits)
+        self._manager = _manager(access, limits)
         pools: dict[str, Any] = self._manager.pool_classes_by_scheme
         self._manager.pool_classes_by_scheme = {
             scheme: type(pool.__name__, (pool,), {"ConnectionCls": on_wire(pool.ConnectionCls, self.wire)})
@@ -569,8 +601,8 @@ class Transport:
             raise ProtocolError(str(root) or type(root).__name__) from error
 
 
-def _manager(access: Access) -> PoolManager:
-    options: dict[str, Any] = {"maxsize": 1, "socket_options": socket_options()}
+def _manager(access: Access, limits: Limits) -> PoolManager:
+    options: dict[str, Any] = {"maxsize": 1, "socket_options": limits.socket_options}
     if access.tls is not None:
         options |= {"ssl_context": access.tls, "server_hostname": access.server_name or None}
     if not access.proxy:

@@ -22,9 +22,19 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
+from kproxy_core.model.timing import Backoff
 
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting for something that takes milliseconds."""
+
+
+def always(seconds: float) -> type[Backoff]:
+    """Return a back-off with one delay."""
+    class Always(Backoff):
+        def delay(self, lasted: float = 0.0, asked: float = 0.0) -> float:
+            return seconds
+
+    return Always
 
 
 class Observed:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.kube import transport as wire
 from kproxy_core.kube.access import Access
-from kproxy_core.kube.transport import Lines, ProtocolError, TooLarge, Transport, Unreachable
+from kproxy_core.kube.transport import LIMITS, Limits, Lines, ProtocolError, TooLarge, Transport, Unreachable
 from kproxy_core.testing.network.patience import patience
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])
@@ -43,7 +43,7 @@ Serve = Callable[[socket.socket], None]
 
 
 @contextmanager
-def server(serve: Serve) -> Iterator[Transport]:
+def server(serve: Serve, limits: Limits = LIMITS) -> Iterator[Transport]:
     """A transport to a server that handles each connection with *serve*, then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -57,7 +57,7 @@ def server(serve: Serve) -> Iterator[Transport]:
 
     thread = threading.Thread(target=accept)
     thread.start()
-    transport = Transport(Access(server=f"http://127.0.0.1:{listener.getsockname()[1]}"))
+    transport = Transport(Access(server=f"http://127.0.0.1:{listener.getsockname()[1]}"), limits)
     try:
         yield transport
     finally:
@@ -169,8 +169,7 @@ def test_a_dripping_answer_ends_at_its_deadline(start: bytes) -> None:
         ended.set()
 
 
-def test_the_deadline_grows_with_the_bytes_that_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "SLOWEST", 1000)
+def test_the_deadline_grows_with_the_bytes_that_arrive() -> None:
     ticks = threading.Event()
 
     def steady(connection: socket.socket) -> None:
@@ -180,7 +179,7 @@ def test_the_deadline_grows_with_the_bytes_that_arrive(monkeypatch: pytest.Monke
             connection.sendall(b"x" * 100)
             ticks.wait(0.01 * patience())
 
-    with server(steady) as transport:
+    with server(steady, Limits(slowest=1000)) as transport:
         # On a quiet machine, 0.6 s for an answer of 6 s at the slowest.
         assert len(transport.get("/", 10.0, allowance=0.3 * patience()).read_all(10_000)) == 6000
 

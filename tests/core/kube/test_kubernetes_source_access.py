@@ -13,8 +13,7 @@ from queue import Queue
 
 import pytest
 
-from kproxy_core.kube import access
-from kproxy_core.kube.access import AccessError, CurrentAccess, load_access
+from kproxy_core.kube.access import AccessError, CurrentAccess, Load, NotLoaded, load_access
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest
 from tests.core.api_servers import CHECKOUT, TLS, Json, ScriptedServer, server_tls, write_kubeconfig
@@ -182,12 +181,11 @@ def test_another_user_is_impersonated(server: ScriptedServer, kubeconfig: Kubeco
                          "impersonate-group": "more", "impersonate-extra-example.com%2fscope": "one"}
 
 
-def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "LOAD_SECONDS", 1)
+def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig) -> None:
     config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
         "command": "sleep", "args": ["1000"], "apiVersion": "client.authentication.k8s.io/v1"}})
-    with pytest.raises(AccessError, match="does a credential plugin hang"):
-        load_access(None, config)
+    with pytest.raises(NotLoaded, match="not loaded within 1 s; does a credential plugin hang"):
+        Load("", config).result(timeout=1)
 
 
 def test_a_plugin_that_prints_without_end_fills_no_memory(kubeconfig: Kubeconfig) -> None:
@@ -290,14 +288,14 @@ def test_a_missing_kubeconfig_is_named() -> None:
 def test_a_pod_uses_its_service_account_and_each_new_token(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(access, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     (tmp_path / "ca.crt").write_text(Path(CA).read_text())
     for token in ("first", "second"):
         (tmp_path / "token").write_text(token + "\n")
         server.requests.clear()
-        assert completes(KubernetesSource(CurrentAccess(None, None), "n"))
+        access = CurrentAccess(None, None, service_account=str(tmp_path))
+        assert completes(KubernetesSource(access, "n"))
         assert tokens(server) == {f"bearer {token}"}
 
 

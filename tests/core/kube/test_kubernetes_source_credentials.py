@@ -14,7 +14,7 @@ from kproxy_core.kube.access import AccessError, CurrentAccess
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest, ApiRequests
 from kproxy_core.kube.transport import JSON
-from kproxy_core.model.timing import Backoff, TokenBucket
+from kproxy_core.model.timing import TokenBucket
 from tests.core.api_servers import (
     TLS,
     Exchange,
@@ -30,7 +30,7 @@ from tests.core.api_servers import (
     watched,
     write_kubeconfig,
 )
-from tests.core.kube.observed_events import following
+from tests.core.kube.observed_events import always, following
 
 CA = {"certificate-authority": str(TLS / "ca.crt")}
 
@@ -143,10 +143,7 @@ def test_credentials_that_are_refused_are_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("early", [True, False], ids=["during the request", "while it waits"])
 @pytest.mark.parametrize("where", ["token file", "kubeconfig"])
-def test_a_replaced_file_ends_the_wait_for_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, early: bool,
-) -> None:
-    monkeypatch.setattr(Backoff, "delay", lambda *_: 3600.0)
+def test_a_replaced_file_ends_the_wait_for_the_next_attempt(tmp_path: Path, where: str, early: bool) -> None:
     in_file = where == "token file"
 
     def write(token: str) -> str:
@@ -167,7 +164,9 @@ def test_a_replaced_file_ends_the_wait_for_the_next_attempt(
         refuse(401)(exchange)
 
     with serving(step, watched(event("ADDED", service("a"), 2), initial_events_end(2))) as server:
-        with following(KubernetesSource(CurrentAccess(None, write("old")), "n", observe=note)) as observed:
+        source = KubernetesSource(
+            CurrentAccess(None, write("old")), "n", observe=note, backoff=always(3600.0))
+        with following(source) as observed:
             assert refused.wait(30)
             if not early:
                 write("new")

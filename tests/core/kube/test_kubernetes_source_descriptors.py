@@ -12,7 +12,6 @@ import pytest
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest
-from kproxy_core.model.timing import Backoff
 from kproxy_core.testing.open_files import open_files
 from tests.core.api_servers import (
     KINDS,
@@ -28,7 +27,7 @@ from tests.core.api_servers import (
     watched,
     write_kubeconfig,
 )
-from tests.core.kube.observed_events import following
+from tests.core.kube.observed_events import always, following
 from tests.core.kube.test_kubernetes_source_proxies import TestProxy
 
 REQUESTS = 60
@@ -38,9 +37,8 @@ CA = {"certificate-authority": str(TLS / "ca.crt")}
 
 
 @pytest.fixture(autouse=True)
-def _no_help(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No garbage collection, and no delays between attempts."""
-    monkeypatch.setattr(Backoff, "delay", lambda *_: 0.0)
+def _no_help() -> Iterator[None]:
+    """No garbage collection."""
     gc.collect()
     gc.disable()
     yield
@@ -62,7 +60,8 @@ def follow_through_failures(config: str, then: Callable[[int], None] = lambda _:
         if len(made) >= REQUESTS:
             enough.set()
 
-    with following(KubernetesSource(CurrentAccess(None, config), "n", qps=0, observe=note)):
+    source = KubernetesSource(CurrentAccess(None, config), "n", qps=0, observe=note, backoff=always(0.0))
+    with following(source):
         assert enough.wait(30)
 
 

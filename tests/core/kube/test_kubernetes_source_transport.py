@@ -3,6 +3,7 @@
 import fcntl
 import gzip
 import json
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from termios import TIOCOUTQ
 
 import pytest
 
-from kproxy_core.kube import transport as http
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest
+from kproxy_core.kube.transport import Limits
 from kproxy_core.model.events import Event
 from tests.core.api_servers import (
     TLS,
@@ -147,8 +148,9 @@ def test_a_source_that_waits_for_the_rate_limit_stops_at_once() -> None:
 # -- dead peers
 
 def test_a_peer_that_vanished_is_noticed_in_less_than_a_minute() -> None:
-    assert http.PEER_TIMEOUT == http.KEEPALIVE_IDLE + http.KEEPALIVE_INTERVAL * http.KEEPALIVE_PROBES
-    assert http.PEER_TIMEOUT < 60
+    timeout = Limits().peer_timeout
+    assert timeout < 60
+    assert (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout * 1000) in Limits().socket_options
 
 
 @pytest.fixture
@@ -161,19 +163,14 @@ def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:
         yield ours, theirs
 
 
-def test_a_peer_that_vanished_is_replaced_by_one_that_answers(
-    two_nodes: tuple[Namespace, Namespace], monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_peer_that_vanished_is_replaced_by_one_that_answers(two_nodes: tuple[Namespace, Namespace]) -> None:
     # The kernel's part takes seconds here instead of most of a minute.
-    monkeypatch.setattr(http, "KEEPALIVE_IDLE", 1)
-    monkeypatch.setattr(http, "KEEPALIVE_INTERVAL", 1)
-    monkeypatch.setattr(http, "KEEPALIVE_PROBES", 2)
-    monkeypatch.setattr(http, "PEER_TIMEOUT", 2)
+    limits = Limits(keepalive=(1, 1, 2))
     ours, theirs = two_nodes
     steps = [watched(event("ADDED", service("a"), 1), initial_events_end(1)),
              watched(event("ADDED", service("b"), 2))]
     server = theirs.inside(lambda: ScriptedServer({"services": steps}, address="10.0.0.2"))
-    source = KubernetesSource(CurrentAccess(f"http://10.0.0.2:{server.port}", None), "n")
+    source = KubernetesSource(CurrentAccess(f"http://10.0.0.2:{server.port}", None), "n", limits=limits)
     observed = Observed()
     try:
         ours.inside(lambda: source.start(observed))

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kproxy_core.kube import reflector, requests
-from kproxy_core.kube import reflector as watch
 from kproxy_core.kube.access import Access, CurrentAccess
 from kproxy_core.kube.reflector import RELIST_SPREAD, KubernetesSource
 from kproxy_core.kube.transport import (
     JSON,
+    LIMITS,
     MAX_LINE,
     PROTOBUF,
     PROTOBUF_OR_JSON,
+    Limits,
     Transport,
     Wire,
     without_managed_fields,
@@ -55,11 +55,14 @@ SERVICE_CIDR = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.
 def follow(request: pytest.FixtureRequest) -> Iterator[ScriptedRun]:
     """A source that follows a server which answers requests for Services with the steps given."""
     with ExitStack() as stack:
-        def follow(*steps: Step, **other: list[Step]) -> tuple[ScriptedServer, Observed]:
+        def follow(
+            *steps: Step, limits: Limits = LIMITS, backoff: type[Backoff] = Backoff, **other: list[Step]
+        ) -> tuple[ScriptedServer, Observed]:
             server = ScriptedServer({"services": steps, **other}, speaks_protobuf=request.param)
             stack.callback(server.close)
             source = KubernetesSource(
-                CurrentAccess(server.url, None), "n", accept=PROTOBUF_OR_JSON, chance=lambda: 0.0)
+                CurrentAccess(server.url, None), "n", accept=PROTOBUF_OR_JSON, chance=lambda: 0.0,
+                limits=limits, backoff=backoff)
             return server, stack.enter_context(following(source))
         yield follow
 
@@ -142,13 +145,17 @@ def test_history_may_expire_in_the_middle_of_a_watch(follow: ScriptedRun) -> Non
     assert queries(server, "sendInitialEvents") == ["true", "true"]
 
 
-def test_a_server_that_came_back_without_the_history_is_listed_at_once(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # While it was away, the delays have grown.
+def test_a_server_that_came_back_without_the_history_is_listed_at_once(follow: ScriptedRun) -> None:
     delays = iter([0.0, 3600.0])
-    monkeypatch.setattr(Backoff, "delay", lambda *_: next(delays))
-    _, observed = follow(watched(*present("a"), hold=False), refuse(410), watched(*present("b", version=20)))
+
+    class Grown(Backoff):
+        """Delays that have grown while the server was away."""
+
+        def delay(self, lasted: float = 0.0, asked: float = 0.0) -> float:
+            return next(delays)
+
+    _, observed = follow(watched(*present("a"), hold=False), refuse(410), watched(*present("b", version=20)),
+                         backoff=Grown)
     observed.wait_for(lambda o: o.names == {"b"})
 
 
@@ -166,8 +173,8 @@ def test_nodes_list_again_at_different_times_when_their_server_lost_the_history(
     server = ScriptedServer({"services": steps})
     source = KubernetesSource(CurrentAccess(server.url, None), "n", chance=lambda: 0.25)
     try:
-        monkeypatch.setattr("kproxy_core.kube.reflector.threading", SimpleNamespace(
-            Event=Noted, Lock=threading.Lock, Thread=threading.Thread))
+        noting = SimpleNamespace(**vars(threading) | {"Event": Noted})
+        monkeypatch.setattr("kproxy_core.kube.reflector.threading", noting)
         with following(source) as observed:
             observed.wait_for(lambda o: o.names == {"b"})
     finally:
@@ -221,9 +228,7 @@ def test_a_watch_list_without_its_final_bookmark_is_followed_by_a_list(follow: S
     assert queries(server, "watch")[:2] == ["1", None]
 
 
-def test_a_watch_list_is_tried_again_at_the_next_relist(
-    follow: ScriptedRun,
-) -> None:
+def test_a_watch_list_is_tried_again_at_the_next_relist(follow: ScriptedRun) -> None:
     server, observed = follow(refuse(500), listed(service("a"), version=10), refuse(410),
                               watched(*present("b", version=20)))
     observed.wait_for(lambda o: o.names == {"b"})
@@ -302,18 +307,16 @@ def test_unreadable_service_cidrs_block_nothing(follow: ScriptedRun, status: int
     assert observed.names == {"a"}
 
 
-def test_the_backoff_is_shortened_when_the_server_answers_again(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_backoff_is_shortened_when_the_server_answers_again(follow: ScriptedRun) -> None:
     delays: list[float] = []
-    delay = Backoff.delay
 
-    def noted(backoff: Backoff, lasted: float, asked: float) -> float:
-        delays.append(delay(backoff, lasted, asked))
-        return 0.0
+    class Noted(Backoff):
+        def delay(self, lasted: float = 0.0, asked: float = 0.0) -> float:
+            delays.append(super().delay(lasted, asked))
+            return 0.0
 
-    monkeypatch.setattr(Backoff, "delay", noted)
-    _, observed = follow(*[Exchange.leave] * 6, refuse(403), refuse(403), watched(*present("a")))
+    _, observed = follow(*[Exchange.leave] * 6, refuse(403), refuse(403), watched(*present("a")),
+                         backoff=Noted)
     observed.wait_for(lambda o: o.names == {"a"})
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 1.0, 2.0]
 
@@ -378,11 +381,12 @@ def test_an_event_that_is_too_long_is_skipped(follow: ScriptedRun) -> None:
 
 
 def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(requests, "MAX_PAGE", 1000)
+    limits = Limits(largest_page=1000)
     large = [service(f"s{number}") for number in range(20)]
-    server, observed = follow(OLD_SERVER, listed(*large, version=10), listed(service("a"), version=10))
+    server, observed = follow(OLD_SERVER, listed(*large, version=10), listed(service("a"), version=10),
+                              limits=limits)
     observed.wait_for(lambda o: "services" in o.complete)
     assert observed.names == {"a"}
     assert queries(server, "limit")[:3] == [None, "500", "62"]
@@ -390,10 +394,8 @@ def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
     assert problem == "answer exceeds 1000 bytes"
 
 
-def test_a_dripping_watch_list_is_followed_by_a_list(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(requests, "ALLOWANCE", 0.3 * patience())
+def test_a_dripping_watch_list_is_followed_by_a_list(follow: ScriptedRun) -> None:
+    limits = Limits(allowance=0.3 * patience())
     pause = threading.Event()
 
     def drip(exchange: Exchange) -> None:
@@ -401,14 +403,14 @@ def test_a_dripping_watch_list_is_followed_by_a_list(
         while not pause.wait(0.02):
             exchange.chunk(b" ")
 
-    server, observed = follow(drip, listed(service("a"), version=10))
+    server, observed = follow(drip, listed(service("a"), version=10), limits=limits)
     observed.wait_for(lambda o: "services" in o.complete)
     assert observed.names == {"a"}
     assert queries(server, "watch")[:2] == ["1", None]
 
 
-def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "ALLOWANCE", 0.2 * patience())
+def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun) -> None:
+    limits = Limits(allowance=0.2 * patience())
     pause = threading.Event()
 
     def slow(exchange: Exchange) -> None:
@@ -418,15 +420,15 @@ def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: p
         exchange.chunk(exchange.event(event("ADDED", service("b"), 11)))
         exchange.until_closed()
 
-    server, observed = follow(slow)
+    server, observed = follow(slow, limits=limits)
     observed.wait_for(lambda o: o.names == {"a", "b"})
     assert len(server.asked("services")) == 1
 
 
-def test_an_endless_list_ends(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_LIST", 1000)
+def test_an_endless_list_ends(follow: ScriptedRun) -> None:
+    limits = Limits(largest_list=1000)
     pages = [listed(service(f"s{number}"), version=1, rest="more") for number in range(20)]
-    server, observed = follow(OLD_SERVER, *pages)
+    server, observed = follow(OLD_SERVER, *pages, limits=limits)
     observed.wait_for(lambda _: queries(server, "limit").count("500") > 1)
     assert "services" not in observed.complete
 
@@ -444,12 +446,12 @@ def endlessly(version: int, next_name: Callable[[], str], *first: dict[str, obje
 
 
 def test_an_endless_watch_list_ends(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_LIST", 100_000)
+    limits = Limits(largest_list=100_000)
     names = itertools.repeat("a")
     endless = endlessly(1, names.__next__)
-    _, observed = follow(endless, endless, watched(*present("b")))
+    _, observed = follow(endless, endless, watched(*present("b")), limits=limits)
     observed.wait_for(lambda o: "services" in o.complete)
     assert observed.names == {"b"}
     assert [record.fields["problem"] for record in caplog.records] == [  # type: ignore[attr-defined]
@@ -458,16 +460,16 @@ def test_an_endless_watch_list_ends(
 
 @pytest.mark.parametrize("first", [[], present("a")], ids=["at the start", "after it"])
 def test_a_watch_of_endless_objects_fills_no_memory(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
     first: list[dict[str, object]],
 ) -> None:
     """Neither one that is without end, nor all of them, each with other names."""
-    monkeypatch.setattr(reflector, "MOST_HELD", 100_000)
+    limits = Limits(most_held=100_000)
     numbers = itertools.count()
     endless = [endlessly(11, lambda: f"s{next(numbers)}", *(first if number == 0 else ()))
                for number in range(4)]
     lost = [refuse(410)] if first else []
-    _, observed = follow(*endless, *lost, watched(*present("b", version=20)))
+    _, observed = follow(*endless, *lost, watched(*present("b", version=20)), limits=limits)
     observed.wait_for(lambda o: o.names == {"b"})
     # Each counts for a kibibyte and its encoding. Those of a list without end are not kept.
     most = 100 if first else 100 * len(endless)
@@ -542,47 +544,40 @@ def test_a_kept_connection_that_the_server_closed_is_no_failure(
     assert not caplog.records
 
 
-def test_a_silent_watch_is_resumed_on_a_new_connection(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_watch_is_resumed_on_a_new_connection(follow: ScriptedRun) -> None:
     # The server's kernel, or a load balancer, keeps the connection open although the server is gone.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3 * patience())
-    server, observed = follow(watched(*present("a")), watched(event("ADDED", service("b"), 11)))
+    limits = Limits(watch_silence=0.3 * patience())
+    server, observed = follow(watched(*present("a")), watched(event("ADDED", service("b"), 11)),
+                              limits=limits)
     observed.wait_for(lambda o: "b" in o.names)
     assert queries(server, "resourceVersion")[:2] == [None, "10"]
     assert [query["watch"] for query in server.asked("services")][:2] == ["1", "1"]
     assert not observed.gone
 
 
-def test_an_older_history_is_noticed_by_its_silence(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_older_history_is_noticed_by_its_silence(follow: ScriptedRun) -> None:
     # etcd was restored from a backup: there is no news since version 101, and for long there will be none.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3 * patience())
+    limits = Limits(watch_silence=0.3 * patience())
     server, observed = follow(watched(*present("a", version=100), bookmark(101)), watched(), watched(),
-                              watched(*present("b", version=7)))
+                              watched(*present("b", version=7)), limits=limits)
     observed.wait_for(lambda o: o.names == {"b"})
     assert queries(server, "resourceVersion")[:4] == [None, "101", "101", None]
 
 
-def test_a_server_that_never_sends_bookmarks_is_not_listed_again(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.2 * patience())
+def test_a_server_that_never_sends_bookmarks_is_not_listed_again(follow: ScriptedRun) -> None:
+    limits = Limits(watch_silence=0.2 * patience())
     server, observed = follow(watched(*present("a")), watched(), watched(), watched(),
-                              watched(event("ADDED", service("b"), 11)))
+                              watched(event("ADDED", service("b"), 11)), limits=limits)
     observed.wait_for(lambda o: "b" in o.names)
     assert queries(server, "resourceVersion")[:5] == [None, "10", "10", "10", "10"]
 
 
-def test_bookmarks_that_repeat_the_version_of_an_object_promise_no_others(
-    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bookmarks_that_repeat_the_version_of_an_object_promise_no_others(follow: ScriptedRun) -> None:
     # With etcd 3.4, a watch that is resumed from the version of the last object gets no bookmark.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.2 * patience())
+    limits = Limits(watch_silence=0.2 * patience())
     server, observed = follow(
         watched(*present("a"), event("ADDED", service("b"), 11), bookmark(11), hold=False),
-        watched(), watched(), watched(), watched(event("ADDED", service("c"), 12)))
+        watched(), watched(), watched(), watched(event("ADDED", service("c"), 12)), limits=limits)
     observed.wait_for(lambda o: "c" in o.names)
     assert queries(server, "resourceVersion")[:5] == [None, "11", "11", "11", "11"]
 
