@@ -65,8 +65,9 @@ RULES = (
     Flag("pod-interface-name-prefix", "PREFIX", "Start of the names of this node's pod interfaces, such as "
          "veth. Required by --detect-local-mode=InterfaceNamePrefix.", ("detectLocal.interfaceNamePrefix",)),
     Flag("nodeport-addresses", "CIDRS", "Addresses of this node that serve node ports: CIDRs separated by "
-         "commas, and the words `primary` (those of the Node object), `localhost` and `all`. By default, primary "
-         "in nftables and ebpf mode, and all addresses in other modes.", ("nodePortAddresses",), repeats=True),
+         "commas, and the words `primary` (those of the Node object), `localhost` and `all`. By default, "
+         "primary in nftables and ebpf mode, and all addresses in other modes.", ("nodePortAddresses",),
+         repeats=True),
     Flag("masquerade-all", "", "Masquerade all traffic to cluster IPs, that of local pods included.",
          ("iptables.masqueradeAll", "nftables.masqueradeAll")),
     Flag("iptables-masquerade-bit", "N", "Bit of the packet mark that requests masquerading, 0 to 31. Not "

@@ -375,8 +375,9 @@ class DirectorySource:
 
     kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
 
-    def __init__(self, path: str | os.PathLike[str], node_name: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], node_name: str, *, grace: float = GRACE) -> None:
         self._path = os.path.abspath(path)
+        self._grace = grace
         self._inventory = Inventory(node_name)
         self._known: dict[str, int] = {}
         """The fingerprint of every manifest that was read."""
@@ -540,7 +541,7 @@ class DirectorySource:
         return True
 
     def _look_later(self, name: str, why: _Why) -> None:
-        when = time.monotonic() + GRACE
+        when = time.monotonic() + self._grace
         self._due[name] = when, why
         if why is _Why.VANISHED:
             self._certain_at = when

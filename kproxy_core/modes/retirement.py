@@ -36,9 +36,10 @@ class RetiringModes:
 
     def __init__(
         self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None, *, interval: float = INTERVAL,
     ) -> None:
         """*ended* is called, on any thread, after nothing is left of a mode."""
+        self._interval = interval
         self._registry = registry
         self._settings_of = settings_of
         self._serving = {serving}
@@ -110,7 +111,7 @@ class RetiringModes:
     def _run(self) -> None:
         with self._changed:
             while self._leaving:
-                self._changed.wait(INTERVAL)
+                self._changed.wait(self._interval)
                 self._leaving = [leaving for leaving in self._leaving if not self._step(leaving)]
             self._thread = None
 

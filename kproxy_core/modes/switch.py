@@ -215,12 +215,14 @@ class ModeSwitch:
     def __init__(
         self, loop: Loop, registry: Registry, retiring: RetiringModes, journal: Journal, *,
         instance: BackendInstance, configured: str, mode_settings: Callable[[str], ModeSettings],
-        mode_changed: Callable[[BackendInstance], None],
+        mode_changed: Callable[[BackendInstance], None], pause: float = _PAUSE,
     ) -> None:
         """*instance* serves already. *configured* is the configuration's mode, "" for none.
 
-        *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch.
+        *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch. *pause*:
+        seconds between two attempts to sync.
         """
+        self._pause = pause
         self._loop = loop
         self._registry = registry
         self._retiring = retiring
@@ -320,7 +322,7 @@ class ModeSwitch:
             loop.hold()
             updates = loop.updates(node)
             for update in updates:
-                synced = _sync(new, update)
+                synced = _sync(new, update, self._pause)
                 if synced.degraded:
                     raise ProofFailed(f"{new.mode}: {synced.degraded}")
                 for key, problem in synced.unserved.items():
@@ -339,7 +341,7 @@ class ModeSwitch:
         def restore() -> None:
             try:
                 for update in self._loop.updates(settings.node):
-                    _sync(old, update)
+                    _sync(old, update, self._pause)
             finally:  # the loop retries whatever could not be restored now
                 self._loop.serve_with(old, settings.node, settings.pacing, Scope.RESYNC)
 
@@ -385,13 +387,13 @@ def _does_not_work(mode: str, because: str) -> str:
     return f"{mode} does not work here: {because}"
 
 
-def _sync(instance: BackendInstance, update: Update) -> SyncReport:
+def _sync(instance: BackendInstance, update: Update, pause: float) -> SyncReport:
     """Sync, and retry a failure: another process may hold a lock. Raises SyncFailed."""
     for _ in range(_TRIES - 1):
         try:
             return instance.sync(update)
         except SyncFailed:
-            time.sleep(_PAUSE)
+            time.sleep(pause)
     return instance.sync(update)
 
 

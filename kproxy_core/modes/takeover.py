@@ -24,8 +24,10 @@ class Takeover:
 
     def __init__(
         self, registry: Registry, settings_of: Callable[[str], BackendSettings], switch: ModeSwitch,
-        retiring: RetiringModes, health: ProxyHealth,
+        retiring: RetiringModes, health: ProxyHealth, *, retry: float = _RETRY,
     ) -> None:
+        """*retry*: seconds until a failed proof is tried again."""
+        self._retry = retry
         self._registry = registry
         self._settings_of = settings_of
         self._switch = switch
@@ -74,5 +76,5 @@ class Takeover:
                 self._health.hold(f"the leftovers of {', '.join(left)} are kept: {error}")
                 log.error("keeping leftovers until our rules are proven to work", extra={
                     "fields": {"left": ",".join(left), "error": str(error)}})
-            self._stopped.wait(_RETRY)
+            self._stopped.wait(self._retry)
         return False

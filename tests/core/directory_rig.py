@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kproxy_core.kube.directory import DirectorySource
+from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.events import BadObject, Event
@@ -109,10 +109,10 @@ def serving(**services: int) -> Callable[[State], bool]:
 
 
 @contextmanager
-def followed(directory: Path) -> Iterator[State]:
+def followed(directory: Path, grace: float = GRACE) -> Iterator[State]:
     """The state that follows *directory* as it changes."""
     state = State()
-    source = DirectorySource(directory, NODE)
+    source = DirectorySource(directory, NODE, grace=grace)
     source.start(state.emit)
     try:
         yield state

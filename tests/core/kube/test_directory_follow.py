@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.kube import directory
-from kproxy_core.kube.directory import DirectorySource
+from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.model.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
 from kproxy_core.testing.network.patience import patience
@@ -22,10 +21,16 @@ from tests.core.directory_rig import PATIENCE, State, followed, service, serving
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[State]:
+def grace() -> float:
+    """Seconds before a missing file is gone."""
+    return GRACE
+
+
+@pytest.fixture
+def state(tmp_path: Path, grace: float) -> Iterator[State]:
     """Follows a directory in which one Service is known already."""
     (tmp_path / "web.yaml").write_text(text(service("web")))
-    with followed(tmp_path) as state:
+    with followed(tmp_path, grace) as state:
         state.wait(lambda s: s.store.complete)
         assert state.services == {"web": 80}
         yield state
@@ -93,10 +98,8 @@ def test_a_removal_takes_effect_before_later_changes(state: State, tmp_path: Pat
         assert gone not in state.services
 
 
-def test_files_that_vanish_all_the_time_delay_no_change(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(directory, "GRACE", 1.0)  # longer than a busy machine's pauses
+@pytest.mark.parametrize("grace", [1.0], ids=["longer than a busy machine's pauses"])
+def test_files_that_vanish_all_the_time_delay_no_change(state: State, tmp_path: Path) -> None:
     begun, seen = threading.Event(), threading.Event()
 
     def come_and_go() -> None:
@@ -225,13 +228,7 @@ def test_a_file_emptied_changes_nothing(state: State, tmp_path: Path) -> None:
     assert state.services == {"web": 80}
 
 
-@pytest.fixture
-def _long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give this process the time for two system calls, even on a busy machine."""
-    monkeypatch.setattr(directory, "GRACE", 0.2 * patience())
-
-
-@pytest.mark.usefixtures("_long_grace")
+@pytest.mark.parametrize("grace", [0.2 * patience()], ids=["the time of two system calls"])
 def test_an_editor_that_moves_the_old_file_aside_first(state: State, tmp_path: Path) -> None:
     """As vim does, with ``backupcopy=no``."""
     for port in range(81, 84):
@@ -244,11 +241,9 @@ def test_an_editor_that_moves_the_old_file_aside_first(state: State, tmp_path: P
     assert not ever_gone(state, "web")
 
 
-def test_a_tool_that_removes_the_file_first(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("grace", [PATIENCE], ids=["nothing is gone for good"])
+def test_a_tool_that_removes_the_file_first(state: State, tmp_path: Path) -> None:
     """As git does."""
-    monkeypatch.setattr(directory, "GRACE", PATIENCE)  # nothing is gone for good
     for port in range(81, 101):
         (tmp_path / "web.yaml").unlink()
         (tmp_path / "web.yaml").write_text(text(service("web", port=port)))

@@ -164,12 +164,12 @@ class Room:
         self.rig = Rig(families=[V4], instance=instance, settings=self.node, addresses=[SELF],
                        all_synced=self.synced.set)
         self.journal = Journal(str(directory))
-        self.retiring = RetiringModes(self.registry, lambda mode: SETTINGS, "old")
+        self.retiring = RetiringModes(self.registry, lambda mode: SETTINGS, "old", interval=0.01)
         self.told: list[str] = []
         self.serving: list[BackendInstance] = []
         self.switch = ModeSwitch(
             self.rig.loop, self.registry, self.retiring, self.journal, instance=instance, configured="old",
-            mode_settings=self.settings_of, mode_changed=self.serving.append,
+            mode_settings=self.settings_of, mode_changed=self.serving.append, pause=0.0,
         )
         self.thread = threading.Thread(target=self.rig.loop.run, daemon=True)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kproxy_core.modes import switch
-from kproxy_core.modes import takeover as leftovers
 from kproxy_core.modes.switch import prove
 from kproxy_core.modes.takeover import Takeover
 from tests.core.modes.switch_room import SETTINGS, V4, Room, names
@@ -24,7 +23,8 @@ def room(tmp_path: Path) -> Iterator[Room]:
 
 
 def heir(room: Room) -> Takeover:
-    return Takeover(room.registry, lambda mode: SETTINGS, room.switch, room.retiring, room.rig.health)
+    return Takeover(
+        room.registry, lambda mode: SETTINGS, room.switch, room.retiring, room.rig.health, retry=0.01)
 
 
 def await_that(holds: Callable[[], bool]) -> None:
@@ -60,10 +60,7 @@ def test_rules_of_kube_proxy_in_the_same_mode_are_deleted_after_the_proof(room: 
     assert room.story == ["old full", "supersede in old"]
 
 
-def test_without_a_proof_nothing_is_deleted_and_readiness_waits(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leftovers, "_RETRY", 0.01)
+def test_without_a_proof_nothing_is_deleted_and_readiness_waits(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
     room.old.restless = True
     heir(room).start()

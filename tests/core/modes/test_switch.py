@@ -13,7 +13,6 @@ from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.events import ServiceSet
-from kproxy_core.modes import retirement as retiring_module
 from kproxy_core.modes.journal import Entry, Phase
 from kproxy_core.modes.switch import SwitchFailed
 from kproxy_core.sync.node_facts import NodeSettings
@@ -100,8 +99,7 @@ def waiting(room: Room) -> dict[str, float]:
     return {found.labels["mode"]: found.value for found in room.retiring.measure()}
 
 
-def test_established_connections_are_waited_for(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
+def test_established_connections_are_waited_for(room: Room) -> None:
     room.old.connections = 2
     room.to("new")
     assert room.told[-1] == "2 connections still use old"
@@ -142,10 +140,7 @@ def until_waiting(room: Room, wanted: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("looks", [2, 9], ids=["for a moment", "for good"])
-def test_unreadable_connections_do_not_end_a_mode_at_once(
-    room: Room, monkeypatch: pytest.MonkeyPatch, looks: int
-) -> None:
-    monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
+def test_unreadable_connections_do_not_end_a_mode_at_once(room: Room, looks: int) -> None:
     room.old.blind = looks
     room.to("new")
     until_it_is_gone(room)
@@ -154,10 +149,7 @@ def test_unreadable_connections_do_not_end_a_mode_at_once(
     assert room.story[-len(expected) - 1 :] == ["watch new", *expected]
 
 
-def test_a_mode_that_serves_again_while_it_retires_keeps_its_rules(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
+def test_a_mode_that_serves_again_while_it_retires_keeps_its_rules(room: Room) -> None:
     room.old.connections = 1
     room.to("new")
     room.to("old")
@@ -230,9 +222,8 @@ def can_not_be_remembered(room: Room) -> None:
     (leads_nowhere, "did not reach its endpoint", True),
 ])  # fmt: skip
 def test_a_step_that_fails_leaves_the_old_mode_serving(
-    room: Room, fail: Fail, problem: str, rolled_back: bool, monkeypatch: pytest.MonkeyPatch
+    room: Room, fail: Fail, problem: str, rolled_back: bool
 ) -> None:
-    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
     fail(room)
     with pytest.raises(SwitchFailed, match=problem):
         room.to("new")
@@ -251,17 +242,13 @@ def test_a_step_that_fails_leaves_the_old_mode_serving(
     assert names(room.old) == {"web", "dns"}
 
 
-def test_a_failure_that_passes_is_no_reason_to_give_up(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
+def test_a_failure_that_passes_is_no_reason_to_give_up(room: Room) -> None:
     room.new.problems = [SyncFailed("the lock is held"), None]
     room.to("new")
     assert names(room.new) == {"web"}
 
 
-def test_if_the_old_mode_can_not_be_restored_nothing_is_removed(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
+def test_if_the_old_mode_can_not_be_restored_nothing_is_removed(room: Room) -> None:
     room.new.restless = True
     room.old.problems = [SyncFailed("the kernel is ill")] * 3
     with pytest.raises(SwitchFailed):
