@@ -20,7 +20,8 @@ TIMEOUT = 10
 _LINES_A_SECOND = 2_000
 """Lines of input for which a run gets another second: iptables-restore of a large table takes that long."""
 
-_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+_FOR_ROOT = ("/usr/sbin", "/sbin")
+"""Directories of programs that are not in every user's path."""
 _MAX_COMPLAINT = 500
 _BATCH = 1 << 20
 """Bytes of output that are read at once."""
@@ -85,12 +86,12 @@ def interrupt() -> None:
 
 def find(name: str) -> str | None:
     """Return the path of a program. Also searches the directories for root's programs."""
-    return shutil.which(name, path=_PATH)
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_FOR_ROOT]))
 
 
-def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
+def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None, timeout: float = TIMEOUT) -> Done:
     """Run a program. Raises ProgramFailed if it cannot start, ProgramUnfinished if it times out."""
-    timeout = TIMEOUT + stdin.count("\n") / _LINES_A_SECOND
+    timeout += stdin.count("\n") / _LINES_A_SECOND
     with _started(argv, own) as process:
         try:
             out, err = process.communicate(stdin, timeout=timeout)
@@ -107,11 +108,13 @@ def output(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> str:
     return done.stdout
 
 
-def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
+def lines(
+    *argv: str, own: OwnProcesses | None = None, timeout: float = TIMEOUT
+) -> Generator[str, None, None]:
     """Run a program and yield its output line by line. Kills it when closed.
 
-    Raises ProgramFailed; ProgramUnfinished if nothing arrives for `TIMEOUT`. Starts no thread: a process with
-    threads cannot enter a user namespace.
+    Raises ProgramFailed; ProgramUnfinished if nothing arrives for *timeout* seconds. Starts no thread: a
+    process with threads cannot enter a user namespace.
     """
     with _started(argv, own) as process:
         assert process.stdin is not None
@@ -123,8 +126,8 @@ def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, N
         poller.register(output, select.POLLIN)
         rest = b""
         while True:
-            if not poller.poll(TIMEOUT * 1000):
-                raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
+            if not poller.poll(timeout * 1000):
+                raise ProgramUnfinished(f"{argv[0]} timed out after {timeout:g} s without output")
             if not (data := os.read(output, _BATCH)):
                 break
             complete, newline, rest = (rest + data).rpartition(b"\n")
@@ -132,7 +135,7 @@ def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, N
         if rest:
             yield rest.decode(errors="replace")
         problem = process.stderr.read()
-        if code := process.wait(TIMEOUT):
+        if code := process.wait(timeout):
             raise _error(Done(argv, code, "", problem))
 
 

@@ -30,6 +30,10 @@ _REST = 1.0
 Clients repeat a SYN after a second at the earliest."""
 
 
+Search = Callable[[Family, Callable[[Socket], bool]], int]
+"""Deletes the stale connections of one family, and returns their number."""
+
+
 class EarlyConnections(SyncObserver):
     """Searches after each sync that adds TCP frontends, or before which rules were missing.
 
@@ -37,9 +41,15 @@ class EarlyConnections(SyncObserver):
     sync.
     """
 
-    def __init__(self, deleted: Callable[[Family, int, float], None]) -> None:
-        """*deleted* is told, on the thread, how many connections a search has deleted in how many seconds."""
+    def __init__(
+        self, deleted: Callable[[Family, int, float], None], *, search: Search = delete_stale_syns,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """*deleted* is told, on the thread, how many connections a *search* deleted, and its seconds."""
         self._deleted = deleted
+        self._delete_stale = search
+        self._clock = clock
+        self._sleep = sleep
         self._due: dict[Family, Callable[[Socket], bool]] = {}
         """The destinations of such connections."""
         self._wakeup = threading.Event()
@@ -65,23 +75,23 @@ class EarlyConnections(SyncObserver):
 
     def _run(self) -> None:
         while self._wakeup.wait():
-            time.sleep(_BOTH_FAMILIES)
+            self._sleep(_BOTH_FAMILIES)
             self._wakeup.clear()
             for family in list(self._due):
                 self._search(family, self._due.pop(family))
-            time.sleep(_REST)
+            self._sleep(_REST)
 
     def _search(self, family: Family, is_stale: Callable[[Socket], bool]) -> None:
-        started = time.monotonic()
+        started = self._clock()
         try:
-            deleted = delete_stale_syns(family, is_stale)
+            deleted = self._delete_stale(family, is_stale)
         except (HostError, OSError) as error:
             self._failed.add(family)
             log.warning("could not delete early TCP connections", extra={
                 "fields": {"ip_family": family.label, "error": str(error)}
             })
             return
-        self._deleted(family, deleted, time.monotonic() - started)
+        self._deleted(family, deleted, self._clock() - started)
 
 
 # Deletion of stale UDP flows after each sync, on its own thread: walking conntrack takes 10 ms or more.

@@ -24,8 +24,12 @@ class Watcher:
     The same problem is reported again only after a repair: a repair that fails is retried anyway.
     """
 
-    def __init__(self, look: Callable[[], Look], families: Iterable[Family], damaged: Damage) -> None:
+    def __init__(
+        self, look: Callable[[], Look], families: Iterable[Family], damaged: Damage,
+        interval: float = INTERVAL,
+    ) -> None:
         self._look = look
+        self._interval = interval
         self._families = tuple(families)
         self._damaged = damaged
         self._stopped = threading.Event()
@@ -39,7 +43,7 @@ class Watcher:
 
     def _run(self) -> None:
         last: Look = (0, "")
-        while not self._stopped.wait(INTERVAL):
+        while not self._stopped.wait(self._interval):
             seen = self._look()
             if seen[1] and seen != last:
                 for family in self._families:

@@ -35,9 +35,8 @@ _SHORTAGE_SECONDS = 30.0
 """Least time between two log lines about a shortage in one worker."""
 
 _SHARE = 0.2
-"""Share of one processor that comparisons after foreign commits may take: commits in a loop cost no more."""
 _BURST = 2.5
-"""Seconds of that time that may be used ahead."""
+"""Seconds of the time for comparisons after foreign commits that may be used ahead."""
 
 _BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
 _IPTABLES = frozenset(table for table, _ in OUR_CHAINS)
@@ -48,12 +47,14 @@ class Watch:
 
     def __init__(
         self, families: Mapping[Family, FamilyState], workers: WorkerPool, damaged: Damage,
-        portal_seconds: float | None, own: OwnProcesses,
+        portal_seconds: float | None, own: OwnProcesses, share: float = _SHARE,
     ) -> None:
         """Start watching. Compare the portals every *portal_seconds*; None: there are no portals.
 
-        Commits of *own* processes raise no suspicion.
+        Commits of *own* processes raise no suspicion. *share* of one processor is the limit for comparisons
+        after foreign commits: commits in a loop cost no more.
         """
+        self._share = share
         self._families = families
         self._workers = workers
         self._damaged = damaged
@@ -92,7 +93,7 @@ class Watch:
                 due = time.monotonic() + self._portal_seconds
             elif self._suspicions and began >= used - _BURST:
                 self._check_portals(list(self._suspicions))
-            used = max(used, began) + (cpu_seconds() - before) / _SHARE
+            used = max(used, began) + (cpu_seconds() - before) / self._share
 
     def _wait(self, due: float) -> bool:
         """Wait for a worker's exit or a foreign commit, at most until *due*. Return False once closed."""

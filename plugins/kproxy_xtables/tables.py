@@ -153,12 +153,16 @@ class RestoreFailed(HostError):
 class Tables:
     """The tables of one IP family in one variant of iptables."""
 
-    def __init__(self, family: Family, variant: Variant, own: OwnProcesses | None = None) -> None:
-        """Remember each process that is started in *own*."""
+    def __init__(
+        self, family: Family, variant: Variant, own: OwnProcesses | None = None, *,
+        lock_timeout: int = LOCK_TIMEOUT,
+    ) -> None:
+        """Remember each process that is started in *own*. *lock_timeout*: seconds to wait for the lock."""
         self.family = family
         self.variant = variant
         self.program = variant.program(family)
         self._own = own or OwnProcesses()
+        self._lock_timeout = str(lock_timeout)
         # Every call of a legacy program replaces the whole table, so one call is best.
         self.chains_per_call = CHAINS_PER_CALL if variant.nft else 1_000_000_000
         """Most chains that `restore` should be given at once."""
@@ -222,7 +226,7 @@ class Tables:
         """
         program = self.variant.program(self.family, "restore")
         done = programs.run(
-            program, "-w", str(LOCK_TIMEOUT), "--noflush", "--counters", stdin=text, own=self._own
+            program, "-w", self._lock_timeout, "--noflush", "--counters", stdin=text, own=self._own
         )
         if done.returncode == 0:
             return
@@ -264,7 +268,7 @@ class Tables:
         return [line.removeprefix(start) for line in done.stdout.splitlines() if line.startswith(start)]
 
     def _list(self, table: str, chain: str) -> Done:
-        return programs.run(self.program, "-w", str(LOCK_TIMEOUT), "-t", table, "-S", chain, own=self._own)
+        return programs.run(self.program, "-w", self._lock_timeout, "-t", table, "-S", chain, own=self._own)
 
 
 def open_tables(families: Iterable[Family], own: OwnProcesses | None = None) -> dict[Family, Tables]:

@@ -64,14 +64,17 @@ class Compiled(NamedTuple):
 class Compilation:
     """The programs being compiled, or found in the cache at once."""
 
-    def __init__(self, cache: str = CACHE, *, start: bool = True) -> None:
-        """Start the compiler unless *cache* has the result, or only look.
+    def __init__(
+        self, cache: str = CACHE, *, start: bool = True, script: str = _SCRIPT, timeout: float = _TIMEOUT
+    ) -> None:
+        """Start the compiler, *script*, unless *cache* has the result, or only look.
 
-        Raises HostError if it cannot be started.
+        It is ended after *timeout* seconds. Raises HostError if it cannot be started.
         """
+        self._timeout = timeout
         source = files("kproxy_bpf")
         text = (source / "services.c").read_bytes()
-        key = hashlib.sha256(text + Path(_SCRIPT).read_bytes()).hexdigest()[:32]
+        key = hashlib.sha256(text + Path(script).read_bytes()).hexdigest()[:32]
         self._cached = Path(cache) / f"ebpf-{key}.json"
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = math.inf
@@ -80,7 +83,7 @@ class Compilation:
         if start and self._compiled is None:
             try:
                 self._process = subprocess.Popen(
-                    [_interpreter(), "-B", _SCRIPT, str(source / "services.c"), str(source),
+                    [_interpreter(), "-B", script, str(source / "services.c"), str(source),
                      ",".join(KINDS), ",".join(MAPS)],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
@@ -103,14 +106,14 @@ class Compilation:
         if process is None:
             raise HostError("an earlier attempt to compile the BPF programs failed")
         now = time.monotonic()
-        self._deadline = min(self._deadline, now + _TIMEOUT)
+        self._deadline = min(self._deadline, now + self._timeout)
         try:
             out, said = process.communicate(timeout=min(patience, max(0.0, self._deadline - now)))
         except subprocess.TimeoutExpired:
             if time.monotonic() < self._deadline:
                 raise StillCompiling("the BPF programs are being compiled") from None
             self.close()
-            raise HostError(f"the BPF compiler did not finish in {_TIMEOUT:g} s") from None
+            raise HostError(f"the BPF compiler did not finish in {self._timeout:g} s") from None
         self._process = None
         if process.returncode:
             told = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]

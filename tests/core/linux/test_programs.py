@@ -31,16 +31,15 @@ def test_a_missing_program_is_named() -> None:
 
 
 def test_programs_for_root_are_found_with_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_PATH", os.pathsep.join([str(tmp_path), "/usr/sbin"]))
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert programs.find("nft") == "/usr/sbin/nft"
     assert programs.find("no-such-program") is None
 
 
-def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "TIMEOUT", 0.05)
+def test_a_program_that_hangs_is_killed() -> None:
     own = OwnProcesses()
     with pytest.raises(ProgramUnfinished, match="sleep timed out after"):
-        programs.run("sleep", "1000", own=own)
+        programs.run("sleep", "1000", own=own, timeout=0.05)
     (pid,) = own._ids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -89,10 +88,9 @@ def test_a_process_is_forgotten_before_another_one_gets_its_id() -> None:
     assert 4711 not in own
 
 
-def test_a_program_that_stops_in_the_middle_of_its_output_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "TIMEOUT", 0.05)
+def test_a_program_that_stops_in_the_middle_of_its_output_is_killed() -> None:
     with pytest.raises(ProgramUnfinished, match="sh timed out after"):
-        list(programs.lines("sh", "-c", "echo one; exec sleep 1000"))
+        list(programs.lines("sh", "-c", "echo one; exec sleep 1000", timeout=0.05))
 
 
 def test_the_end_of_the_process_kills_programs_now_and_later() -> None:

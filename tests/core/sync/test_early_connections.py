@@ -13,7 +13,6 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket
-from kproxy_core.sync import flows
 from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
 from kproxy_core.sync.plans import Step
@@ -33,7 +32,7 @@ IsStale = Callable[[Socket], bool]
 class Searches:
     """The observer, with recorded searches that take 10 ms each on a clock of their own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
         self.ended: SimpleQueue[tuple[Family, float, IsStale | None]] = SimpleQueue()
         """The start of each search and its condition; None: it was made to fail."""
@@ -41,10 +40,9 @@ class Searches:
         self.told: list[tuple[Family, int, float]] = []
         self.meanwhile: list[Callable[[], None]] = []
         """What happens while the thread waits."""
-        self.observer = EarlyConnections(lambda *told: self.told.append(told))
-        monkeypatch.setattr(flows, "delete_stale_syns", self._search)
-        monkeypatch.setattr(
-            flows, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        self.observer = EarlyConnections(
+            lambda *told: self.told.append(told),
+            search=self._search, clock=lambda: self.now, sleep=self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -87,8 +85,8 @@ class Searches:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
-    return Searches(monkeypatch)
+def searches() -> Searches:
+    return Searches()
 
 
 ADDED = Step(WEB.key, None, WEB)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def test_programs_are_detached_while_the_compiler_runs(
         f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
         + Path(compiler.__file__).read_text()
     )
-    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(script))
+    monkeypatch.setattr("kproxy_ebpf.backend.Compilation", partial(Compilation, script=str(script)))
     monkeypatch.setattr("kproxy_ebpf.backend._PATIENCE", 0.01)
     with begun(settings) as after:
         for _ in range(2):

@@ -521,15 +521,12 @@ def test_a_damaged_cache_is_compiled_again(tmp_path: Path, compiled: Compiled, c
     ("import os; os.kill(os.getpid(), 9)", "could not be compiled: -9"),
     ("import time; time.sleep(60)", "did not finish in 0.5 s"),
 ])  # fmt: skip
-def test_a_compiler_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
-) -> None:
+def test_a_compiler_that_fails_says_why(tmp_path: Path, script: str, problem: str) -> None:
     path = tmp_path / "compile.py"
     path.write_text(script)
-    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(path))
-    monkeypatch.setattr("kproxy_ebpf.kernel.programs._TIMEOUT", 0.5 if "sleep" in script else 60.0)
+    timeout = 0.5 if "sleep" in script else 60.0
     with pytest.raises(HostError, match=problem):
-        Compilation(str(tmp_path / "cache")).result()
+        Compilation(str(tmp_path / "cache"), script=str(path), timeout=timeout).result()
 
 
 def test_a_machine_without_bcc_is_told_what_to_install(

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from kproxy_core.model.address import Family
-from kproxy_ebpf import watch
 from kproxy_ebpf.watch import Look, Watcher
 
 
@@ -16,10 +15,7 @@ from kproxy_ebpf.watch import Look, Watcher
     ([(1, "unpinned"), (1, "detached")], ["unpinned", "detached"]),
     ([(1, ""), (2, "")], []),
 ])  # fmt: skip
-def test_a_problem_is_reported_again_after_a_repair(
-    looks: list[Look], reports: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "INTERVAL", 0.001)
+def test_a_problem_is_reported_again_after_a_repair(looks: list[Look], reports: list[str]) -> None:
     remaining, ended = iter(looks), threading.Event()
     found: list[str] = []
 
@@ -29,7 +25,8 @@ def test_a_problem_is_reported_again_after_a_repair(
             return looks[-1]
         return seen
 
-    watcher = Watcher(look, [Family.IPV4], lambda family, problem: found.append(problem))
+    watcher = Watcher(
+        look, [Family.IPV4], lambda family, problem: found.append(problem), interval=0.001)
     assert ended.wait(10)
     watcher.close()
     assert found == reports

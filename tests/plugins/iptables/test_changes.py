@@ -15,10 +15,10 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import node_view
-from kproxy_xtables import tables as iptables
-from kproxy_xtables.tables import Busy
+from kproxy_iptables.family import FamilyState
+from kproxy_xtables.tables import Busy, Tables
 from tests.plugins.iptables.golden_cases import normalised
-from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_state, rules, run
+from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_state, rules, run, variant
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain, scenes
 
 STEPS = st.lists(
@@ -117,13 +117,10 @@ def test_a_failed_change_is_repaired_by_a_resync(netns: None, interface: str) ->
     assert normalised(run(interface, "save").splitlines()) == wanted
 
 
-def test_a_lock_timeout_changes_nothing(
-    netns: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = family_state(LEGACY)
+def test_a_lock_timeout_changes_nothing(netns: None) -> None:
+    tables = FamilyState(Tables(V4, variant(LEGACY), lock_timeout=1), localhost_node_ports=True)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, plain(1, 1)))
-    monkeypatch.setattr(iptables, "LOCK_TIMEOUT", 1)
     with open(os.environ["XTABLES_LOCKFILE"], "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Busy):

@@ -1,10 +1,13 @@
 """A clean-up removes our rules and chains and no others."""
 
+import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.linux import programs
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.privileges import without_privileges
 from kproxy_iptables.cleanup import cleanup
@@ -129,7 +132,7 @@ def test_an_interface_that_the_kernel_lacks_is_not_an_error(
                 f'echo "{complaint}" >&2; exit 3\n'
             )
             program.chmod(0o755)
-    monkeypatch.setattr("kproxy_core.linux.programs._PATH", str(tmp_path))
+    monkeypatch.setattr(programs, "find", partial(shutil.which, path=str(tmp_path)))
     left = cleanup(dry_run=False)
     assert (left.removed, len(left.errors)) == ((), errors)
 

@@ -72,7 +72,7 @@ def test_only_the_refused_feature_is_missing(
 
 
 def test_a_missing_iptables_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_PATH", "/nowhere")
+    monkeypatch.setattr(programs, "find", lambda name: None)
     detection = detect(BackendSettings((V4,)), None, load_modules=False)
     assert detection.refuted
     assert "iptables is not installed. install iptables 1.8 or newer" in detection.because

@@ -2,14 +2,17 @@
 
 import os
 import queue
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
 
 from kproxy_core.contract.values import BackendSettings, Damage
+from kproxy_core.linux import programs
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, full_update
 from kproxy_iptables.backend import IptablesBackend
@@ -65,7 +68,7 @@ def use(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for base in ("iptables", "ip6tables"):
         for action in ("", "-save", "-restore"):
             os.symlink(f"/usr/sbin/{base}-{kind}{action}", f"{directory}/{base}{action}")
-    monkeypatch.setattr("kproxy_core.linux.programs._PATH", directory)
+    monkeypatch.setattr(programs, "find", partial(shutil.which, path=directory))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import pytest
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
-from kproxy_userspace import watch as watch_module
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.names import PORTALS_HOST
@@ -50,13 +49,13 @@ class NoWorkers:
 class Events:
     """Comparisons and reports of damage, and the commits that cause them."""
 
-    def __init__(self, *, seconds: float = 0.0, can_read: bool = True) -> None:
+    def __init__(self, *, seconds: float = 0.0, can_read: bool = True, share: float = 0.2) -> None:
         self._happened: SimpleQueue[str] = SimpleQueue()
         state = Portals(self._happened, seconds, can_read=can_read)
         families = {Family.IPV4: cast(FamilyState, state)}
         _iptables("-N", PORTALS_HOST)
         self.watch = Watch(families, cast(WorkerPool, NoWorkers()), lambda _, what: self._happened.put(what),
-                           3600.0, OwnProcesses())  # fmt: skip
+                           3600.0, OwnProcesses(), share)  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         while True:
@@ -72,11 +71,8 @@ def _iptables(*arguments: str) -> None:
     subprocess.run(["iptables", "-w", "-t", "nat", *arguments], check=True)
 
 
-def test_changes_of_our_chains_are_reported_while_other_commits_have_used_up_the_comparisons(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch_module, "_SHARE", 1e-9)
-    happened = Events()
+def test_changes_of_our_chains_are_reported_while_other_commits_have_used_up_the_comparisons() -> None:
+    happened = Events(share=1e-9)
     with closing(happened.watch):
         happened.delete_foreign_rule()
         assert next(iter(happened)) == COMPARED
@@ -85,9 +81,8 @@ def test_changes_of_our_chains_are_reported_while_other_commits_have_used_up_the
         assert next(iter(happened)).startswith("rule added by ")
 
 
-def test_comparisons_cost_nothing_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SHARE", 0.01)
-    happened = Events(seconds=0.5)  # 50 seconds' worth
+def test_comparisons_cost_nothing_while_they_wait() -> None:
+    happened = Events(seconds=0.5, share=0.01)  # 50 seconds' worth
     with closing(happened.watch):
         for _ in range(2):
             happened.delete_foreign_rule()

@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import ProgramUnfinished
 from kproxy_core.model.address import Family
-from kproxy_xtables import tables as tables_module
 from kproxy_xtables.rules import SavedChain, read_saved
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables, Unusable
 from kproxy_xtables.variant import KUBELET_CHAINS, Variant, find_variant, find_variants, prefers_nft, probe
@@ -101,7 +101,7 @@ def test_no_variant_is_chosen_while_the_rules_of_one_are_unknown(
     program = tmp_path / f"iptables-legacy{action}"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     program.chmod(0o755)
-    monkeypatch.setattr(programs, "_PATH", f"{tmp_path}:{programs._PATH}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ProgramUnfinished, match=f"iptables-legacy{action}: killed"):
         node.inside(find_variant)
 
@@ -172,9 +172,8 @@ def test_a_held_lock_is_not_a_missing_table(
     node: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     legacy = next(variant for variant in find_variants() if not variant.nft)
-    monkeypatch.setattr(tables_module, "LOCK_TIMEOUT", 1)
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
-    tables = Tables(Family.IPV4, legacy)
+    tables = Tables(Family.IPV4, legacy, lock_timeout=1)
     with (tmp_path / "xtables.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Busy):
@@ -184,7 +183,7 @@ def test_a_held_lock_is_not_a_missing_table(
 
 def test_a_program_that_times_out_does_not_make_tables_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = Tables(Family.IPV4, find_variants()[0])
-    monkeypatch.setattr(programs, "TIMEOUT", 0.0)
+    monkeypatch.setattr(programs, "run", partial(programs.run, timeout=0.0))
     with pytest.raises(ProgramUnfinished, match="timed out"):
         tables.check()
     assert not tables.is_missing()
