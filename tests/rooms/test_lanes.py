@@ -1,11 +1,12 @@
 """The lanes of `make test` leave no test out."""
 
-import re
-from collections.abc import Iterable
-from pathlib import Path
+import json
+import subprocess
+import sys
+from collections import Counter
 
 from tests.conformance.test_conformance import MODES
-from tests.lanes import ALL, Lane
+from tests.lanes import ALL, tally_of
 from tests.rooms.modules import CHECKOUT
 from tests.rooms.pure import is_pure
 
@@ -14,34 +15,21 @@ def test_every_mode_has_a_lane() -> None:
     assert set(MODES) <= {lane.name for lane in ALL}
 
 
-MODULES = list((CHECKOUT / "tests").rglob("test_*.py"))
+def test_every_test_is_in_one_lane() -> None:
+    command = [sys.executable, "-m", "tests.rooms.selection"]
+    found = json.loads(subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True).stdout)
+    assert {test: lanes for test, lanes in found["lanes"].items() if len(lanes) != 1} == {}
+    modules = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "tests").rglob("test_*.py")}
+    assert modules == {test.partition("::")[0] for test in found["lanes"]}
+    checks = {str(path) for path in (CHECKOUT / "tests").rglob("*_checks.py")
+              if not path.name.startswith("test_")}
+    assert checks - set(found["checks"]) == set()
 
 
-def left_out(directories: Iterable[Path], lanes: Iterable[Lane]) -> list[Path]:
-    """Return those of *directories* that no lane of *lanes* has."""
-    arguments = {argument for lane in lanes for argument in lane.arguments}
-    rooms = [CHECKOUT / argument for argument in arguments if argument.startswith("tests/")]
-    return [each for each in directories if not any(each.is_relative_to(room) for room in rooms)]
-
-
-def test_every_directory_of_tests_is_in_a_lane() -> None:
-    assert left_out({path.parent for path in MODULES}, ALL) == []
-
-
-def test_every_directory_of_tests_in_guests_is_in_a_lane_with_guests() -> None:
-    marked = re.compile(r"[ @[]pytest\.mark\.in_a_guest\(")
-    directories = {path.parent for path in MODULES if marked.search(path.read_text(encoding="utf-8"))}
-    assert len(directories) > 5
-    assert left_out(directories, [lane for lane in ALL if lane.in_a_guest]) == []
-
-
-def test_every_test_in_a_guest_is_in_a_lane_for_guests() -> None:
-    rooms = [CHECKOUT / argument for lane in ALL if lane.in_a_guest for argument in lane.arguments
-             if argument.startswith("tests/")]  # fmt: skip
-    tests = (CHECKOUT / "tests").rglob("test_*.py")
-    marked = [path for path in tests if "\n@pytest.mark.in_a_guest" in path.read_text()]
-    assert marked
-    assert [str(each) for each in marked if not any(each.is_relative_to(room) for room in rooms)] == []
+def test_a_test_that_is_left_out_fails_its_lane() -> None:
+    assert tally_of("1 failed, 2 passed, 3 deselected in 1.00s") == Counter(passed=2, failed=1)
+    assert tally_of("4 passed, 3 skipped, 2 xfailed, 1 error in 1.00s") == Counter(passed=4, failed=6)
+    assert tally_of("no tests ran in 0.01s") == Counter()
 
 
 def test_pure_modules_are_those_that_start_nothing_themselves_or_by_an_import() -> None:
