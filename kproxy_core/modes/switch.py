@@ -219,8 +219,8 @@ class ModeSwitch:
     ) -> None:
         """*instance* serves already. *configured* is the configuration's mode, "" for none.
 
-        *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch. *pause*:
-        seconds between two attempts to sync.
+        *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch.
+        *pause*: seconds between two attempts to sync.
         """
         self._pause = pause
         self._loop = loop
