@@ -66,7 +66,7 @@ $(SUPPLY)/.ready: Makefile
 	@touch $@
 
 requirements: $(SUPPLY)/.ready
-	$(SUPPLY)/bin/uv pip compile setup.cfg --extra otlp --quiet --generate-hashes --python-version 3.11 \
+	$(SUPPLY)/bin/uv pip compile setup.cfg --quiet --generate-hashes --python-version 3.11 \
 	    --python-platform linux --no-emit-index-url --custom-compile-command 'make requirements' \
 	    --output-file deploy/requirements.txt
 

@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from kproxy_core.app.overview import Overview
     from kproxy_core.kube.access import CurrentAccess
     from kproxy_core.kube.requests import Observe
-    from kproxy_core.observe.otlp import OtlpExporter
     from kproxy_core.observe.traffic import TrafficRecorder
 
 log = logging.getLogger("kproxy.run")
@@ -116,32 +115,8 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: None)
 
 
-# The export of the running proxy's metrics.
-
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
-
-def make_exporter(metrics: Metrics, node: str) -> "OtlpExporter | None":
-    """Return the exporter that OpenTelemetry's variables of the environment ask for, if they do."""
-    variable = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
-    if variable is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    attributes = {"service.name": "kproxy", "service.version": __version__, "k8s.node.name": node}
-    problem = f"{variable} is set, but OpenTelemetry's exporter is not installed: pip install 'kproxy[otlp]'"
-    try:
-        from kproxy_core.observe.otlp import OtlpExporter
-
-        return OtlpExporter(metrics.registry, attributes, __version__)
-    except ImportError as error:
-        if not (error.name or "").startswith("opentelemetry"):
-            problem = f"{variable} is set, but {error}"
-    except ValueError as error:
-        problem = str(error)
-    log.error("metrics are not pushed by OTLP", extra={"fields": {"because": problem}})
-    return None
-
-
 # The parts that the configuration decides.
+
 
 def make_recorder(
     config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
@@ -297,7 +272,6 @@ class _Proxy:
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._traffic = make_recorder(config, families, instance, self._metrics)
-        self._exporter = make_exporter(self._metrics, self._node.name)
         self._history = SyncHistory() if config.enable_profiling else None
         self._loop = Loop(
             families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
@@ -375,9 +349,6 @@ class _Proxy:
         parts.callback(self._retiring.close)
         if self._traffic is not None:
             parts.callback(self._traffic.stop)
-        if self._exporter is not None:
-            parts.callback(self._exporter.stop)
-            self._exporter.start()
         parts.callback(self._server.stop)
         self._server.start()
         self._listen()

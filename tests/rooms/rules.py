@@ -32,7 +32,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "config": frozenset({"msgspec", "yaml"}),
     "kube": frozenset({"google", "kubernetes", "msgspec", "urllib3", "yaml"}),
     "sync": frozenset({"msgspec"}),
-    "observe": frozenset({"h11", "msgspec", "opentelemetry", "prometheus_client"}),
+    "observe": frozenset({"h11", "msgspec", "prometheus_client"}),
     "modes": frozenset({"msgspec"}),
     "app": frozenset({"msgspec"}),
     "testing": frozenset({"msgspec", "pyroute2", "pytest", "yaml"}),
@@ -52,8 +52,8 @@ FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
 """Packages that pip cannot install."""
 
 IMPORTED_AS = {
-    "opentelemetry-exporter-otlp-proto-http": "opentelemetry", "protobuf": "google",
-    "prometheus-client": "prometheus_client", "python3-nftables": "nftables", "pyyaml": "yaml",
+    "protobuf": "google", "prometheus-client": "prometheus_client", "python3-nftables": "nftables",
+    "pyyaml": "yaml",
 }  # fmt: skip
 """Modules of distributions with another name."""
 
