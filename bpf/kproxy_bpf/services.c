@@ -19,8 +19,6 @@
 #define IPPROTO_UDP 17
 #define AF_INET 2
 #define AF_INET6 10
-#define SOL_SOCKET 1
-#define SO_MARK 36
 #define ETH_P_IP 0x0800
 
 /* A helper that bcc 0.26 has no name for (linux/bpf.h). */
@@ -42,11 +40,8 @@ struct client { u64 netns; u64 service; };
 struct sender { u64 netns; struct frontend from; };
 struct pin { u64 seen; struct endpoint endpoint; };
 struct sockaddr;
-/*
- * *mark*: of the node's own TCP sockets whose packets are not to be tracked; 0: none. *pods_left*: flags of frontends;
- * sockets of pods are left to the rules where one of these is set.
- */
-struct settings { u64 node_netns; u32 flags; u32 mark; u32 pods_left; u32 padding; };
+/* *pods_left*: flags of frontends; sockets of pods are left to the rules where one of these is set. */
+struct settings { u64 node_netns; u32 flags; u32 pods_left; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
 /*
@@ -193,12 +188,6 @@ static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *addres
 	return 1;
 }
 
-static __always_inline void set_mark(struct bpf_sock_addr *ctx, u32 mark)
-{
-	u64 value = join(mark, 0);
-	bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &value, sizeof(mark));
-}
-
 /* Return a flow of *k*. The pointer is opaque: clang would merge branches into one with a computed offset. */
 static __always_inline struct flow *flow_at(struct flows *k, int n)
 {
@@ -229,10 +218,6 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		return 1; /* Ping sockets and SCTP. */
 	if (!datagram && protocol == IPPROTO_UDP && !(set->flags & CONNECTED_UDP))
 		return 1;
-	/* Not a datagram's: the rules may translate its next one. Nor a pod's: its packets lose the mark on their way. */
-	bool may_mark = !datagram && protocol == IPPROTO_TCP && set->mark && netns_cookie(ctx) == set->node_netns;
-	if (may_mark && sk->mark == set->mark)
-		set_mark(ctx, 0); /* It was translated before, and now dials another address. */
 	if (set->flags & ONLY_NODE_CLIENTS && netns_cookie(ctx) != set->node_netns)
 		return 1;
 
@@ -351,8 +336,6 @@ chosen:
 		if (w)
 			*w = kept_flow;
 	}
-	if (may_mark && !sk->mark)
-		set_mark(ctx, set->mark);
 	return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 }
 

@@ -93,7 +93,6 @@ PROTOCOL: Final = DataType("inet_proto", 12, 1, 1)
 PORT: Final = DataType("inet_service", 13, 2, 2)
 MARK: Final = DataType("mark", 19, 4, 1)
 INTERFACE: Final = DataType("ifname", 41, 16, 1)
-INTERFACE_INDEX: Final = DataType("iface_index", 20, 4, 1)
 ADDRESS_TYPE: Final = DataType("fib_addrtype", 43, 4, 1)
 ADDRESS: Final = {
     Family.IPV4: DataType("ipv4_addr", 7, 4, 2),
@@ -189,10 +188,6 @@ def _meta(text: str, type_: DataType, key: int) -> Field:
 L4_PROTOCOL: Final = _meta("meta l4proto", PROTOCOL, 16)
 META_MARK: Final = _meta("meta mark", MARK, 3)
 INPUT_INTERFACE: Final = _meta("iifname", INTERFACE, 6)
-INPUT_INDEX: Final = _meta("iif", INTERFACE_INDEX, 4)
-OUTPUT_INDEX: Final = _meta("oif", INTERFACE_INDEX, 5)
-SOCKET_MARK: Final = Field("socket mark", MARK, "socket", {1: _u32(1)}, register=2)
-"""The mark of the socket that a packet belongs to."""
 
 
 def _tracked(text: str, type_: DataType, key: int) -> Field:
@@ -300,13 +295,6 @@ def is_local(of: Literal["saddr", "daddr"]) -> Statement:
     which = {"saddr": 1, "daddr": 2}[of]
     fib = Expression("fib", {1: _u32(1), 2: _u32(3), 3: _u32(which)})
     return Statement(f"fib {of} type local", (fib, _compared(_host_u32(_LOCAL))))
-
-
-def loopback(field: Field, *, negate: bool = False) -> Statement:
-    """Match packets through the loopback interface, by *field*: `INPUT_INDEX` or `OUTPUT_INDEX`."""
-    how = _DIFFERENT if negate else _EQUAL
-    sign = "!= " if negate else ""
-    return Statement(f'{field.text} {sign}"lo"', (field.load(1), _compared(_host_u32(1), how)))
 
 
 def ct_state(state: Literal["new", "established"]) -> Statement:
@@ -520,6 +508,3 @@ def _update(
 def offload(flowtable: str) -> Statement:
     """Forward further packets of the flow by *flowtable*."""
     return Statement(f"flow add @{flowtable}", (Expression("flow_offload", {1: _name(flowtable)}),))
-
-
-NOTRACK: Final = Statement("notrack", (Expression("notrack", {}),))

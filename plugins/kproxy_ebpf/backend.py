@@ -63,7 +63,7 @@ class EbpfBackend:
     def kproxy_begin(self) -> Generator[None, bool, bool]:
         """Check the base and the programs' requirements; start the compiler if needed. Raises Unsupported."""
         can_begin = yield
-        missing = lacking(self._settings, self._families_served)
+        missing = lacking(self._settings)
         if missing:
             raise Unsupported("; ".join(missing))
         try:
@@ -103,7 +103,7 @@ class EbpfBackend:
     def kproxy_render(self, update: values.Update) -> Generator[None, str, str]:
         """Return the base's rules and this mode's, and the maps as comments."""
         rules = yield
-        return rules + render_text(update, self._settings.notrack_mark)
+        return rules + render_text(update)
 
     @hookimpl(wrapper=True)
     def kproxy_check_text(self, update: values.Update) -> Generator[None, str | None, str | None]:
@@ -111,7 +111,7 @@ class EbpfBackend:
         from kproxy_core.linux.libnftables import complaint
 
         complaint_of_base = yield
-        return complaint_of_base or complaint(render_text(update, self._settings.notrack_mark))
+        return complaint_of_base or complaint(render_text(update))
 
     @hookimpl(wrapper=True)
     def kproxy_preview(self, update: values.Update) -> Generator[None, values.Preview, values.Preview]:
@@ -206,7 +206,7 @@ class EbpfBackend:
             self._compilation = None
             raise
         counting = () if not self._counted else names.COUNTING if are_counted() else (names.OUTCOMES,)
-        kernel = Kernel(self._settings, families=self._families_served, counting=counting)
+        kernel = Kernel(self._settings, counting=counting)
         families = {family: FamilyState(family, kernel) for family in self._families_served}
         try:
             kernel.open(compiled)

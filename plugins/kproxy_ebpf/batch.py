@@ -18,7 +18,7 @@ _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
 _COUNTS = struct.Struct("=17Q")
-_SETTINGS = struct.Struct("=QIIIxxxx")
+_SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
 """Bytes of a service's id."""
@@ -170,13 +170,13 @@ def cookie_key(cookie: int) -> bytes:
     return _NUMBER.pack(cookie)
 
 
-def settings_value(node_namespace: int, flags: int, mark: int, pods_left: int) -> bytes:
+def settings_value(node_namespace: int, flags: int, pods_left: int) -> bytes:
     """Return the settings that all programs read at each call.
 
-    *node_namespace*: the cookie of the node's network namespace. *mark*: `Settings.notrack_mark`.
-    *pods_left*: flags of frontends for which sockets of pods are left to the rules.
+    *node_namespace*: the cookie of the node's network namespace. *pods_left*: flags of frontends for which
+    sockets of pods are left to the rules.
     """
-    return _SETTINGS.pack(node_namespace, flags, mark, pods_left)
+    return _SETTINGS.pack(node_namespace, flags, pods_left)
 
 
 def _network(port: int) -> int:

@@ -10,8 +10,7 @@ from contextlib import suppress
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Leftovers
 from kproxy_ebpf import names
-from kproxy_ebpf.kernel.notrack import delete_tables
-from kproxy_ebpf.kernel.port import detach_pins, forget_connections, pins_of
+from kproxy_ebpf.kernel.port import delete_tables, detach_pins, forget_connections, pins_of
 from kproxy_ebpf.settings import read_settings
 
 # Removes the mode's links, programs, maps and tables of this network namespace.

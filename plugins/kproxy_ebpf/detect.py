@@ -5,9 +5,8 @@ deviations.
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from kproxy_core.contract.caveats import sorted_plans
@@ -15,13 +14,11 @@ from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.modules import Modules, kernel_version
-from kproxy_core.linux.trial import Attempts
+from kproxy_core.linux.modules import kernel_version
 from kproxy_core.linux.udp_sockets import udp_destruction_problem
 from kproxy_core.model.address import Family, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
-from kproxy_ebpf.kernel.notrack import refusal
 from kproxy_ebpf.kernel.port import namespace_cookie
 from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
 from kproxy_ebpf.settings import Settings, read_settings
@@ -35,27 +32,25 @@ _SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, 
 _LRU = bpf.MapDefinition(type=9, key=8, value=8, entries=64, flags=0)
 _CGROUP = "mount the host's cgroup2 tree at /sys/fs/cgroup, or set kproxy.backendOptions.ebpf.cgroup"
 _FOREIGN = "remove the exclusive program of the cgroup or an ancestor, or name another cgroup"
-_TRACKED = "leave out kproxy.backendOptions.ebpf.notrack"
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 """``r0 = 1; exit``"""
 
 
-def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
     """Try bpf(2), maps, cgroup, BPF file system and compiler; attach programs only in a *trial*."""
     options = read_settings(settings)
-    requirements = [*_quick(options, settings.families, load_modules=load_modules)]
+    requirements = [*_quick(options)]
     if trial is not None:
         requirements.append(_attach(options))
     return Detection(names.MODE, tuple(requirements))
 
 
-def lacking(options: Settings, families: Sequence[Family] = tuple(Family)) -> list[str]:
+def lacking(options: Settings) -> list[str]:
     """Return the missing requirements, as far as they can be found out in milliseconds."""
-    found = _quick(options, families, load_modules=True)
-    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in found if not r.met]
+    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
 
 
-def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool) -> Iterator[Requirement]:
+def _quick(options: Settings) -> Iterator[Requirement]:
     yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
     version = ".".join(map(str, kernel_version()))
     yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {version})",
@@ -70,11 +65,6 @@ def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool)
         problem = udp_destruction_problem()
         found = f"{problem}: connected UDP sockets are left to the rules" if problem else "works"
         yield Requirement("destruction of UDP sockets", True, found)
-    if options.notrack_mark:
-        attempts = Attempts(Modules(), why_not="", load_modules=load_modules)
-        modules = ("nft_socket", *(f"nf_socket_{family.label.lower()}" for family in families))
-        what = "match of a packet's socket in nf_tables"
-        yield attempts.attempt(what, modules, partial(refusal, families), _TRACKED)
 
 
 def _pin_directory(directory: str) -> Requirement:
@@ -168,7 +158,7 @@ def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERM
 
 # Deviations of this mode from the rules that it stands on. Pure.
 
-def caveats(update: Update, *, clients: str, whole_node: bool, notrack: bool = False) -> Iterator[Caveat]:
+def caveats(update: Update, *, clients: str, whole_node: bool) -> Iterator[Caveat]:
     """Yield the deviations of connect-time translation. *whole_node*: every cgroup is covered."""
     plans = [plan for plan in sorted_plans(update) if any(True for _ in wanted(plan))]
     if not plans:
@@ -182,8 +172,6 @@ def caveats(update: Update, *, clients: str, whole_node: bool, notrack: bool = F
             yield Caveat(
                 "containers of this machine that are not of this cluster are translated too", lost=False
             )
-    if notrack:
-        yield Caveat("rules that match conntrack states do not recognise replies to this node", lost=False)
     for plan in plans:
         if plan.affinity_seconds:
             yield Caveat("session affinity tells clients apart by network namespace, not by address",

@@ -76,9 +76,6 @@ def _in_front(
         return side
     fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
     objects = [*found.objects, *side.objects]
-    if settings.notrack_mark and not pod and question.packet.protocol is Protocol.TCP:
-        table = f"table {question.packet.family.ip} {names.NOTRACK_TABLE}"
-        objects.append(KernelObject(table, f"meta mark {settings.notrack_mark:#010x} notrack"))
     deviation = _ON_LOOPBACK if is_loopback(question.packet.destination) else side.deviation
     return KernelSide(tuple(objects), fate, found.remembered, deviation)
 

@@ -27,17 +27,15 @@ def kproxy_describe() -> Description:
         default_node_port_addresses=("primary",),
         fallback="nftables",
         base="nftables",
-        options=(
-            "cgroup", "clients", "pinDirectory", "getpeername", "connectedUdp", "notrack", "notrackBit",
-        ),
+        options=("cgroup", "clients", "pinDirectory", "getpeername", "connectedUdp"),
     )
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None) -> Detection:
     from kproxy_ebpf.detect import detect
 
-    return detect(settings, trial, load_modules=load_modules)
+    return detect(settings, trial)
 
 
 @hookimpl
@@ -71,8 +69,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_ebpf.settings import read_settings
 
     options = read_settings(settings)
-    notrack = bool(options.notrack_mark)
-    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup, notrack=notrack))
+    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup))
 
 
 @hookimpl

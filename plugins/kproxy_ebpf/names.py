@@ -55,7 +55,7 @@ _CGROUP_SKB."""
 
 
 NOTRACK_TABLE = "kproxy-notrack"
-"""The table of each IP family with the rules for option ``notrack``."""
+"""The table of each IP family in which kproxy 0.2 exempted connections from tracking (option ``notrack``)."""
 
 OBJECT_PREFIX = "kproxy_"
 """Of the names of programs and maps in the kernel's lists."""

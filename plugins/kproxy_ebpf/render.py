@@ -3,32 +3,24 @@
 from collections.abc import Iterator, Mapping
 
 from kproxy_core.contract.values import Preview, Update
-from kproxy_core.linux.nft_tables import commands_text, completion
-from kproxy_core.model.address import Family, format_address, format_socket
+from kproxy_core.model.address import format_address, format_socket
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, compare, contents
-from kproxy_ebpf.kernel.notrack import planned_commands
 from kproxy_ebpf.kernel.port import pinned_maps
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.skeleton import notrack_layout, notrack_table
 from kproxy_ebpf.wanted import Group, node_addresses, wanted
 
 # The elements of the maps as text for people.
 
 
-def render_text(update: Update, notrack_mark: int) -> str:
-    """Return the mode's own rules, and as comments the endpoints of local sockets by destination."""
-    rules = _notrack_rules(update.node.family, notrack_mark) if notrack_mark else ""
+def render_text(update: Update) -> str:
+    """Return as comments the endpoints of local sockets by destination."""
     lines = ["# BPF maps: local sockets that dial a frontend are sent to one of its endpoints."]
     for _, plan in sorted(update.plans.items()):
         for group in wanted(plan):
             lines += _group(plan, group)
-    return rules + "\n".join(lines) + "\n"
-
-
-def _notrack_rules(family: Family, mark: int) -> str:
-    return commands_text(completion(notrack_table(family), notrack_layout(mark), {}, None))
+    return "\n".join(lines) + "\n"
 
 
 def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
@@ -44,10 +36,10 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
         yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"
 
 
-# Serves the hook `kproxy_preview`: the difference between maps and plans, and the tables of ``notrack``.
+# Serves the hook `kproxy_preview`: the difference between maps and plans.
 
 def preview(update: Update, settings: Settings) -> Preview:
-    """Return the rules of ``notrack``, and the operations on the maps as comments. Raises SyncFailed."""
+    """Return the operations on the maps as comments. Raises SyncFailed."""
     with pinned_maps(settings) as maps:
         actual: Contents = {} if maps is None else maps.contents(update.family)
     held, wanted = actual.pop(names.NODE_ADDRESSES, {}), node_addresses(update.node)
@@ -59,8 +51,7 @@ def preview(update: Update, settings: Settings) -> Preview:
         *_lines("update", {**difference.updates, names.NODE_ADDRESSES: addresses}),
         *_lines("delete", difference.unused),
     ]
-    rules = planned_commands(update.family, settings.notrack_mark)
-    return Preview(difference.operations + len(addresses) + len(gone), rules + "".join(lines))
+    return Preview(difference.operations + len(addresses) + len(gone), "".join(lines))
 
 
 def _lines(command: str, contents: Mapping[str, Mapping[bytes, bytes]]) -> Iterator[str]:

@@ -6,8 +6,6 @@ from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.values import BackendSettings
 
 DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
-_NOTRACK_BIT = 12
-"""Kubernetes uses bits 14 and 15, the plugin portmap 13, Cilium 8 to 11, Calico and Tailscale 16 to 31."""
 
 
 class Settings(NamedTuple):
@@ -22,8 +20,6 @@ class Settings(NamedTuple):
     """getpeername(2) of a TCP socket returns the address that was dialled."""
     connected_udp: bool = False
     """Translate connected UDP sockets too, and destroy those whose endpoint is removed."""
-    notrack_mark: int = 0
-    """Mark of the node's own TCP sockets, once translated, whose packets are not tracked; 0: track all."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:
@@ -34,19 +30,7 @@ def read_settings(settings: BackendSettings) -> Settings:
         pin_directory=_path(settings, "pinDirectory", DEFAULT_PIN_DIRECTORY),
         getpeername=_boolean(settings, "getpeername", default=True),
         connected_udp=_choice(settings, "connectedUdp", ("rules", "destroy")) == "destroy",
-        notrack_mark=_notrack_mark(settings),
     )
-
-
-def _notrack_mark(settings: BackendSettings) -> int:
-    bit = settings.options.get("notrackBit", _NOTRACK_BIT)
-    if not isinstance(bit, int) or isinstance(bit, bool) or not 0 <= bit <= 31:
-        raise InvalidOption(settings, "notrackBit", bit, "must be within 0 to 31")
-    if not _boolean(settings, "notrack", default=False):
-        return 0
-    if bit == settings.masquerade_bit:
-        raise InvalidOption(settings, "notrackBit", bit, "must differ from masqueradeBit")
-    return 1 << bit
 
 
 def _path(settings: BackendSettings, name: str, default: str) -> str:

@@ -1,9 +1,8 @@
 """The cost of connect() and datagrams through a ClusterIP in ebpf mode, through its rules, and directly.
 
-    .venv/bin/python -m tests.bench.sockets [ROUNDS [notrack | counting]]
+    .venv/bin/python -m tests.bench.sockets [ROUNDS [counting]]
 
-*notrack*: with that option of the mode. A mark of the client's own keeps the other ways tracked. *counting*:
-one kproxy without and one with ``trafficMetrics``, side by side.
+*counting*: one kproxy without and one with ``trafficMetrics``, side by side.
 
 As root. Makes network namespaces and cgroups, and removes them. All ways are measured in turn, in one
 thread: figures of separate runs differ by more than what is measured.
@@ -73,7 +72,6 @@ class Way(NamedTuple):
 
     address: str
     is_translated: bool
-    mark: int = 0
     is_counted: bool = False
 
 
@@ -85,18 +83,17 @@ class Stage(NamedTuple):
 
 
 WAYS = {"direct": Way(SERVER, False), "rules": Way(VIP, False), "ebpf": Way(VIP, True)}
-WAYS_OF_NOTRACK = {"direct": Way(SERVER, False), "ebpf": Way(VIP, True, 7), "notrack": Way(VIP, True)}
 WAYS_OF_COUNTING = WAYS | {f"{name}, counted": way._replace(is_counted=True) for name, way in WAYS.items()}
 
 
 def main(rounds: int, variant: str) -> None:
     """Print a table of medians in microseconds, and ratios to the direct way."""
-    ways = {"notrack": WAYS_OF_NOTRACK, "counting": WAYS_OF_COUNTING}.get(variant, WAYS)
+    ways = WAYS_OF_COUNTING if variant == "counting" else WAYS
     with ExitStack() as stack:
         home = stack.enter_context(_home())
-        stages = [stack.enter_context(_stage(home / "node", {"notrack": variant == "notrack"}, "off"))]
+        stages = [stack.enter_context(_stage(home / "node", "off"))]
         if variant == "counting":
-            stages.append(stack.enter_context(_stage(home / "counted", {}, "service")))
+            stages.append(stack.enter_context(_stage(home / "counted", "service")))
         for what, kind, warm, operation, repeats in (
             ("TCP connect()", socket.SOCK_STREAM, None, connect, 1),
             ("TCP, whole life", socket.SOCK_STREAM, None, connect_and_end, 1),
@@ -121,13 +118,11 @@ def _rounds(
     thread = str(threading.get_native_id())
     for _ in range(rounds):
         sockets = {}
-        for way, (_, is_translated, mark, is_counted) in ways.items():
+        for way, (_, is_translated, is_counted) in ways.items():
             client, cgroup = stages[is_counted]
             (cgroup if is_translated else cgroup.parent).joinpath("cgroup.threads").write_text(thread)
             with client.joined():
                 sockets[way] = [socket.socket(socket.AF_INET, kind) for _ in range(BATCH)]
-            for made in sockets[way] if mark else ():
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
         for at in range(BATCH):
             for way in random.sample(list(ways), len(ways)):  # One leaves its code in the processor's caches.
                 sock, address = sockets[way][at], ways[way].address
@@ -154,7 +149,7 @@ def _home() -> Iterator[Path]:
 
 
 @contextmanager
-def _stage(cgroup: Path, options: Mapping[str, object], counting: str) -> Iterator[Stage]:
+def _stage(cgroup: Path, counting: str) -> Iterator[Stage]:
     """Two namespaces, and kproxy in ebpf mode in the client's, for sockets of the new *cgroup*."""
     cgroup.mkdir()
     try:
@@ -165,7 +160,7 @@ def _stage(cgroup: Path, options: Mapping[str, object], counting: str) -> Iterat
                       f"route add default via {SERVER}")  # fmt: skip
             server.ip(f"address add {SERVER}/24 dev eth0", "link set eth0 up")
             server.inside(_serve)
-            with _proxy(client, Path(directory), {"cgroup": str(cgroup), **options}, counting):
+            with _proxy(client, Path(directory), cgroup, counting):
                 yield Stage(client, cgroup)
     finally:
         cgroup.rmdir()
@@ -194,9 +189,7 @@ def _serve() -> None:
 
 
 @contextmanager
-def _proxy(
-    client: Namespace, directory: Path, options: Mapping[str, object], counting: str
-) -> Iterator[None]:  # fmt: skip
+def _proxy(client: Namespace, directory: Path, cgroup: Path, counting: str) -> Iterator[None]:
     ports = [("tcp", "TCP"), ("udp", "UDP")]
     objects = [
         {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node1"},
@@ -218,7 +211,7 @@ def _proxy(
     config.write_text(yaml.safe_dump({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
         "clusterCIDR": "10.244.0.0/16",
-        "kproxy": {"backendOptions": {"ebpf": dict(options)}, "trafficMetrics": counting,
+        "kproxy": {"backendOptions": {"ebpf": {"cgroup": str(cgroup)}}, "trafficMetrics": counting,
                    "stateDirectory": str(directory / "state")},
     }))  # fmt: skip
     kproxy = str(Path(sys.executable).with_name("kproxy"))

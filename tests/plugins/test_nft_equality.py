@@ -26,7 +26,6 @@ from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.builders import node_view
 from kproxy_core.testing.conformance.features import everything
-from kproxy_ebpf.skeleton import notrack_layout, notrack_table
 from kproxy_nft import counting
 from kproxy_nftables import skeleton
 from kproxy_nftables.detect import TEMPLATES
@@ -86,10 +85,6 @@ def portal_cases(family: Family) -> Iterator[Case]:
             nft_layout(family, at), nft_elements(redirects))
 
 
-def notrack_cases(family: Family) -> Iterator[Case]:
-    yield Case("notrack", notrack_table(family), notrack_layout(1 << 12))
-
-
 def service_cases(family: Family) -> Iterator[Case]:
     """The nftables mode: all templates and objects of service ports, for each way to recognise pods."""
     plans = everything(family).values()
@@ -122,7 +117,7 @@ def trace_cases(family: Family) -> Iterator[Case]:
     yield Case("trace", Table(family, "traced"), {item.name: item for item in marking_chains(matches)})
 
 
-KINDS = (service_cases, counting_cases, portal_cases, notrack_cases, trace_cases)
+KINDS = (service_cases, counting_cases, portal_cases, trace_cases)
 CASES = [case for cases in KINDS for family in Family for case in cases(family)]
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)

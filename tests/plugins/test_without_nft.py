@@ -22,8 +22,7 @@ HIDE = "for path in {}; do [ ! -e $path ] || mount --bind /dev/null $(realpath $
 """A command of a shell that has mounts of its own."""
 NFT = HIDE.format("/usr/sbin/nft /usr/lib/*/libnftables.so.1")
 IPTABLES = HIDE.format("/usr/sbin/xtables-*-multi")
-OPTIONS: dict[str, dict[str, object]] = {
-    "ebpf": {"notrack": True}, "userspace": {"bindAddress": "203.0.113.1"}}
+OPTIONS = {"userspace": {"bindAddress": "203.0.113.1"}}
 
 
 @pytest.fixture
@@ -138,15 +137,3 @@ def test_counts_of_iptables_mode(where: Node) -> None:
         assert ours <= tables(where)
     clean_up(where, "iptables")
     assert not ours & tables(where)
-
-
-def test_connections_without_connection_tracking(where: Node) -> None:
-    ours = {"table ip kproxy-notrack", "table ip6 kproxy-notrack"}
-    with serving(where, "ebpf"):
-        assert ours <= tables(where)
-        for address in (VIP, VIP6):
-            with dialled(where, address) as port:
-                tracked = where.host.run("conntrack", "-L", "-p", "tcp", "--orig-port-src", str(port))
-                assert tracked == ""
-    clean_up(where, "ebpf")
-    assert tables(where) == set()

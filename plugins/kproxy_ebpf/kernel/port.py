@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.nft_tables import Table
 from kproxy_core.linux.udp_sockets import udp_destruction_problem
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
@@ -22,11 +23,11 @@ from kproxy_ebpf import batch, names
 from kproxy_ebpf.applied import Contents, Difference
 from kproxy_ebpf.batch import client_key, endpoint_key, parse_pin
 from kproxy_ebpf.kernel import bpf, mounts
-from kproxy_ebpf.kernel.notrack import NotrackTables
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.kernel.sockets import destroy_connected_sockets
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import frontends_left_by_pods, only_node_clients
+from kproxy_nft.table import delete_table
 
 # The maps that a proxy of this network namespace has pinned, read by another process.
 
@@ -96,9 +97,7 @@ MOST_CLIENTS = 1 << 18
 class Kernel:
     """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
 
-    def __init__(
-        self, settings: Settings, *, families: Sequence[Family] = tuple(Family), counting: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, settings: Settings, *, counting: Sequence[str] = ()) -> None:
         """*counting*: of `names.COUNTING`; connections are counted if there are any."""
         self._settings = settings
         self._counting = counting
@@ -123,7 +122,6 @@ class Kernel:
         """How many clients were added in all when `make_room_for_clients` counts those in the map again."""
         self.attachments = 0
         """How often `attach` has succeeded: a problem seen since then is a new one."""
-        self._notrack = NotrackTables(families, settings.notrack_mark)
         self._connected_udp = settings.connected_udp
         if problem := udp_destruction_problem() if settings.connected_udp else "":
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
@@ -162,8 +160,7 @@ class Kernel:
             | batch.COUNT_CONNECTIONS * bool(self._counting)
         )
         self._pods_left[node.family] = frontends_left_by_pods(settings.clients, node)
-        value = batch.settings_value(
-            self._namespace, flags, settings.notrack_mark, reduce(or_, self._pods_left.values()))
+        value = batch.settings_value(self._namespace, flags, reduce(or_, self._pods_left.values()))
         if value != self._settings_written:
             with self._lock, _reporting():
                 bpf.update(self._maps[names.SETTINGS], bytes(4), value)
@@ -250,7 +247,7 @@ class Kernel:
                 programs = self._load(self._maps)
                 _close_all(self._programs)
                 self._programs = programs
-            self._notrack.write()
+            delete_tables()
             for name, descriptor in self._maps.items():
                 if not (pin := self._maps_directory / name).exists():
                     bpf.pin(descriptor, str(pin))
@@ -286,7 +283,6 @@ class Kernel:
                 for name in self._maps:
                     if not (self._maps_directory / name).exists():
                         return f"the pin of the BPF map {name} was removed"
-                return self._notrack.problem()
         return ""
 
     def abandon(self) -> None:
@@ -485,6 +481,16 @@ def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
         pin.unlink(missing_ok=True)  # A running proxy may have removed the pin of the detached link.
         removed.append(str(pin))
     return removed
+
+
+def delete_tables(*, dry_run: bool = False) -> list[str]:
+    """Delete the tables of kproxy 0.2, and return their names. Raises SyncFailed."""
+    try:
+        return [
+            name for family in Family
+            for name in delete_table(Table(family, names.NOTRACK_TABLE), dry_run=dry_run)]
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
 
 
 def is_choosing(directory: Path) -> bool:

@@ -15,7 +15,6 @@ LEFT = "sockets of pods are left to the rules"
 OWN_SOURCE = "pods reach external frontends with their own address as source"
 CONTAINERS = "containers of this machine that are not of this cluster are translated too"
 AFFINITY = "session affinity tells clients apart by network namespace, not by address"
-UNTRACKED = "rules that match conntrack states do not recognise replies to this node"
 LOOPBACK = "node port 30080 is served on 127.0.0.1 to the node itself"
 
 
@@ -38,9 +37,3 @@ def test_caveats(node: NodeView, what: Service, clients: str, whole_node: bool, 
     found = list(caveats(update, clients=clients, whole_node=whole_node))
     assert [caveat.what for caveat in found] == expected
     assert not any(caveat.lost for caveat in found)
-
-
-def test_what_notrack_breaks_is_a_caveat() -> None:
-    update = full_update(NODE, plans(NODE, service(), endpoint_slice("web", "10.244.2.1")))
-    found = list(caveats(update, clients="auto", whole_node=False, notrack=True))
-    assert [(caveat.what, caveat.lost) for caveat in found] == [(UNTRACKED, False)]

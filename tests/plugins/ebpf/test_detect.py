@@ -4,20 +4,16 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.values import BackendSettings, Detection
-from kproxy_core.linux.modules import Modules
 from kproxy_core.model.address import Family
-from kproxy_ebpf import detect as questions
 from kproxy_ebpf import names
-from kproxy_ebpf.detect import detect, lacking
+from kproxy_ebpf.detect import detect
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.settings import Settings, read_settings
+from kproxy_ebpf.settings import Settings
 
 _PROG_ATTACH = 8
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
@@ -32,7 +28,7 @@ class _Trial:
 
 def probe(settings: Settings) -> Detection:
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
-    return detect(BackendSettings((Family.IPV4,), options=options), _Trial(), load_modules=False)
+    return detect(BackendSettings((Family.IPV4,), options=options), _Trial())
 
 
 def lacking_with(capabilities: str, settings: Settings) -> str:
@@ -88,37 +84,6 @@ def test_a_directory_outside_of_bpf_file_systems_is_named(settings: Settings) ->
     assert unmet(probe(settings._replace(pin_directory="/proc/kproxy"))) == []
     found = lacking_with("-all,+bpf,+net_admin", settings._replace(pin_directory="/proc/kproxy"))
     assert "BPF file system: /proc is not one. mount -t bpf bpf /proc" in found
-
-
-def test_notrack_is_tried_and_a_kernel_without_its_match_is_told_the_module(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = settings._replace(notrack_mark=1 << 12)
-    assert lacking(wanted, [Family.IPV4]) == []
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/modules").touch()
-    (tmp_path / "lib/modules/6.1").mkdir(parents=True)
-    monkeypatch.setattr(questions, "Modules", lambda: Modules(root=tmp_path, release="6.1"))
-    monkeypatch.setattr(questions, "refusal", lambda _: "Error: Could not process rule")
-    assert lacking(wanted, [Family.IPV4]) == [
-        "match of a packet's socket in nf_tables: Error: Could not process rule. "
-        "leave out kproxy.backendOptions.ebpf.notrack; "
-        "modprobe nft_socket, or use a kernel with CONFIG_NFT_SOCKET; "
-        "modprobe nf_socket_ipv4, or use a kernel with CONFIG_NF_SOCKET_IPV4"
-    ]
-    assert lacking(settings) == []
-
-
-@pytest.mark.parametrize(("options", "problem"), [
-    ({"notrack": "yes"}, "notrack: 'yes': must be true or false"),
-    ({"notrackBit": 32}, "notrackBit: 32: must be within 0 to 31"),
-    ({"notrackBit": True}, "notrackBit: True: must be within 0 to 31"),
-    ({"notrack": True, "notrackBit": 14}, "notrackBit: 14: must differ from masqueradeBit"),
-])  # fmt: skip
-def test_a_wrong_option_is_named(options: Mapping[str, object], problem: str) -> None:
-    with pytest.raises(InvalidOption) as error:
-        read_settings(BackendSettings((Family.IPV4,), options=options))
-    assert str(error.value) == problem
 
 
 @pytest.mark.parametrize(("allowed", "missing"), [

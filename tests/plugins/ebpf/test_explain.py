@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.contract.values import KernelObject, KernelSide
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.contract.values import KernelSide
+from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
@@ -59,19 +59,6 @@ def test_pods_that_the_rules_cannot_recognise_are_left_to_them_by_policy_local(
         for source in (maps, None):
             sides = explain(asked, rules, settings._replace(clients="all"), source)
             assert all(agrees(question, side) for question, side in zip(asked, sides, strict=True))
-
-
-@FAMILIES
-def test_connections_of_the_node_that_are_not_tracked_meet_a_rule(family: Family) -> None:
-    asked = questions(family)
-    rules = [KernelSide((), decided(question)) for question in asked]
-    sides = explain(asked, rules, Settings(notrack_mark=1 << 12), None)
-    untracked = {
-        (question.packet.origin, question.packet.protocol)
-        for question, side in zip(asked, sides, strict=True)
-        if KernelObject(f"table {family.ip} kproxy-notrack", "meta mark 0x00001000 notrack") in side.objects
-    }
-    assert untracked == {(Origin.NODE, Protocol.TCP)}
 
 
 @pytest.mark.parametrize("family", [Family.IPV4])

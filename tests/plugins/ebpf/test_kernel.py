@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +28,9 @@ from kproxy_ebpf.kernel import bpf, port
 from kproxy_ebpf.kernel.port import Kernel, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.settings import Settings
-from tests.core.namespaces import namespace
+from tests.core.namespaces import Namespace, namespace
 from tests.deploy.objects import DEPLOY
 from tests.plugins.ebpf.node import until
-from tests.plugins.ebpf.sockets import sockets_in
 from tests.plugins.ebpf.test_backend import with_another_layout
 
 V4 = Family.IPV4
@@ -288,32 +286,33 @@ def test_a_process_that_may_not_call_bpf_ends_the_programs_of_an_earlier_one(
     until(lambda: not any(attached(settings)[name] for name in (*names.ON_THE_WAY_OUT, *names.COUNTING)))
 
 
-def test_sockets_of_the_node_are_marked_for_rules_that_a_clean_up_removes(
-    settings: Settings, compiled: Compiled
-) -> None:
-    marking = settings._replace(notrack_mark=1 << 12)
+def with_tables_of_an_older_kproxy(node: Namespace) -> None:
+    """Write what the option ``notrack`` of kproxy 0.2 left, and a table of another program."""
+    node.nft("add table ip kproxy-notrack; add table ip6 kproxy-notrack; add table ip other")
 
+
+def test_a_clean_up_removes_the_tables_of_an_older_kproxy(settings: Settings) -> None:
+    with namespace() as node:
+        with_tables_of_an_older_kproxy(node)
+        before = node.run("nft", "list", "tables")
+        for dry_run, after in (True, before), (False, "table ip other\n"):
+            found = node.inside(partial(cleanup, backend_settings(settings), dry_run=dry_run))
+            assert found.removed == ("table ip kproxy-notrack", "table ip6 kproxy-notrack")
+            assert node.run("nft", "list", "tables") == after
+
+
+def test_a_start_removes_the_tables_of_an_older_kproxy(settings: Settings, compiled: Compiled) -> None:
     def program() -> None:
-        kernel = Kernel(marking, families=[V4])
+        kernel = Kernel(settings)
         kernel.open(compiled)
         sync(kernel)
         kernel.attach()
-        assert kernel.problem() == ""
         kernel.close()
 
     with namespace() as node:
-        node.ip("route add default dev lo")
+        with_tables_of_an_older_kproxy(node)
         node.inside(program)
-        with sockets_in(node, Path(settings.cgroup)) as sockets:
-            for address, mark in (("10.96.0.1", 1 << 12), ("10.244.2.1", 0)):
-                with sockets.open(socket.AF_INET, socket.SOCK_STREAM) as client:
-                    client.setblocking(False)
-                    assert client.connect_ex((address, 80)) == errno.EINPROGRESS
-                    assert client.getsockopt(socket.SOL_SOCKET, socket.SO_MARK) == mark
-        assert node.run("nft", "list", "tables").strip() == "table ip kproxy-notrack"
-        removed = node.inside(partial(cleanup, backend_settings(settings), dry_run=False)).removed
-        assert "table ip kproxy-notrack" in removed
-        assert node.run("nft", "list", "tables") == ""
+        assert node.run("nft", "list", "tables") == "table ip other\n"
 
 
 @pytest.mark.parametrize(("problem", "translated"), [("", True), ("no CONFIG_INET_DIAG_DESTROY", False)])
