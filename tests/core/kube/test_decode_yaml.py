@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.kube import yaml as yaml_documents
-from kproxy_core.kube.yaml import MAX_ALIASED, MAX_DEPTH, NotYaml, parsed_documents, plain_documents
+from kproxy_core.kube.yaml import MAX_ALIASED, MAX_DEPTH, NotYaml
 
 
 def documents(data: bytes) -> list[Any]:
@@ -147,70 +147,3 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     with suppress(NotYaml):
         read = documents(text.encode())
         assert msgspec.json.decode(msgspec.json.encode(read)) == read
-
-
-KUBECTL = """\
-apiVersion: v1
-kind: Service
-metadata:
-  annotations:
-    kubectl.kubernetes.io/last-applied-configuration: |
-      {"apiVersion":"v1","kind":"Service","metadata":{"annotations":{},"name":"web"}}
-    owner: "a: b # c"
-  creationTimestamp: "2026-01-01T00:00:00Z"
-  labels: {}
-  name: web
-spec:
-  clusterIPs:
-  - 10.96.0.1
-  - fd00:10:96::1
-  ports:
-  - name: http
-    port: 80
-    protocol: TCP
-  - port: 443
-  selector:
-  sessionAffinity: None
-"""
-
-
-@pytest.mark.parametrize("text", [
-    KUBECTL, f"---\n{KUBECTL}---\n{KUBECTL}", "- a:\n  - b: 010\n    c: null\n- d\n",
-    "  a:\n    - b\n    - c: ''\n  d: []\n",
-])
-def test_plain_text_is_read_without_libyaml(text: str) -> None:
-    found = plain_documents(text.encode())
-    assert found
-    assert found == list(parsed_documents(text.encode()))
-
-
-def assert_read_alike(text: str) -> None:
-    """Assert that *text*, if it is plain, is what libyaml makes of it, down to the order of keys."""
-    found = plain_documents(text.encode())
-    if found is not None:
-        assert repr(found) == repr(list(parsed_documents(text.encode())))
-
-
-LINES = st.builds(
-    "{}{}{}{}".format,
-    st.sampled_from(["", " ", "  ", "   ", "    "]), st.sampled_from(["", "", "- "]),
-    st.sampled_from(["", "a: ", "b:", "'c': ", "true: ", "<<: "]),
-    st.sampled_from([
-        "", "", "x", "010", "-5", "1.5", "a:b", "a:", "::1", "'a: \\ #'", '"b"', '"\\n"', "{}", "[]", "|",
-        "{a: b}", "~", "-", "x # y", "&x y", "*x", "!!str 5", "---", "...", "x y"]),
-) | st.sampled_from(["---", "", "# c", "    {x}", "...", "--- a"])
-
-
-@given(st.lists(LINES, max_size=8), st.sampled_from(["", "\n"]))
-def test_plain_lines_are_what_libyaml_reads(lines: list[str], end: str) -> None:
-    assert_read_alike("\n".join(lines) + end)
-
-
-@given(st.integers(0, len(KUBECTL) - 1), st.text(string.printable, max_size=3), st.integers(0, 3))
-def test_a_change_anywhere_in_plain_text_is_what_libyaml_reads(at: int, new: str, deleted: int) -> None:
-    assert_read_alike(KUBECTL[:at] + new + KUBECTL[at + deleted:])
-
-
-@given(PLAIN_VALUES)
-def test_written_values_are_what_libyaml_reads(value: object) -> None:
-    assert_read_alike(yaml.safe_dump(value))
