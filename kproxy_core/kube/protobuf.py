@@ -1,6 +1,6 @@
 """API objects, lists and watch events, from Kubernetes' protobuf to readings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, timedelta
 from functools import cache, lru_cache
@@ -81,13 +81,20 @@ _MESSAGES = {
 _PACKAGE = "kproxy"
 
 
-def _described() -> bytes:
-    """Return the messages as a serialized file descriptor.
+def message_classes(messages: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the function that returns the class of one of *messages*, which are described as above."""
+    pool = DescriptorPool()
+    pool.AddSerializedFile(_described(messages))
+    return lambda name: GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+def _described(messages: Mapping[str, str]) -> bytes:
+    """Return *messages* as a serialized file descriptor.
 
     Of an edition with field presence, like proto2, and in which strings must be UTF-8, as proto2's need not.
     """
     file = FileDescriptorProto(name="kproxy.proto", package=_PACKAGE, syntax="editions", edition=EDITION_2023)
-    for name, fields in _MESSAGES.items():
+    for name, fields in messages.items():
         message = file.message_type.add(name=name)
         for text in fields.split(", "):
             field, _, described = text.partition("=")
@@ -116,14 +123,13 @@ def _add_field(
         field.type_name = f".{_PACKAGE}.{message.name}.{entry.name}"
 
 
-_pool = DescriptorPool()
-_pool.AddSerializedFile(_described())
+_message = message_classes(_MESSAGES)
 
 
 @cache
 def parser(name: str) -> Any:
     """Return the function that parses bytes as the message *name*. It raises DecodeError."""
-    return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")).FromString
+    return _message(name).FromString
 
 
 # Parsed protobuf messages to the structs that JSON is decoded to, so that both are read alike.

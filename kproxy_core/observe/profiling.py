@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from traceback import walk_stack
 from types import FrameType
@@ -15,6 +15,19 @@ _PERIOD = 0.01
 """Seconds between two samples."""
 
 _DEEPEST = 100
+
+_MESSAGES = {
+    "Profile": "sample_type=1 repeated ValueType, sample=2 repeated Sample, location=4 repeated Location, "
+               "function=5 repeated Function, string_table=6 repeated string, time_nanos=9 int64, "
+               "duration_nanos=10 int64, period_type=11 ValueType, period=12 int64",
+    "ValueType": "type=1 int64, unit=2 int64",
+    "Sample": "location_id=1 repeated uint64, value=2 repeated int64, label=3 repeated Label",
+    "Label": "key=1 int64, str=2 int64",
+    "Location": "id=1 uint64, line=4 repeated Line",
+    "Line": "function_id=1 uint64, line=2 int64",
+    "Function": "id=1 uint64, name=2 int64, filename=4 int64",
+}
+"""The messages of profile.proto, as `message_classes` takes them."""
 
 
 class Place(NamedTuple):
@@ -72,37 +85,33 @@ def sample(seconds: float, abandoned: threading.Event) -> Profile:
 
 def encode(profile: Profile) -> bytes:
     """Return *profile* as a gzipped message ``perftools.profiles.Profile``."""
+    from kproxy_core.kube.protobuf import message_classes  # a proxy may have no other use for protobuf
+
     strings: dict[str, int] = {"": 0}
-    functions: dict[tuple[str, str], int] = {}
     locations: dict[Place, int] = {}
 
     def text(of: str) -> int:
         return strings.setdefault(of, len(strings))
 
-    def value_type(kind: str, unit: str) -> bytes:
-        return _number(1, text(kind)) + _number(2, text(unit))
+    cpu = {"type": text("cpu"), "unit": text("nanoseconds")}
+    message = message_classes(_MESSAGES)("Profile")(
+        sample_type=[{"type": text("samples"), "unit": text("count")}, cpu],
+        time_nanos=profile.began_ns, duration_nanos=profile.lasted_ns,
+        period_type=cpu, period=round(_PERIOD * 1e9))
 
     def location(place: Place) -> int:
-        functions.setdefault((place.function, place.file), len(functions) + 1)
-        return locations.setdefault(place, len(locations) + 1)
+        if (number := locations.get(place)) is None:
+            number = locations[place] = len(locations) + 1
+            message.function.add(id=number, name=text(place.function), filename=text(place.file))
+            message.location.add(id=number, line=[{"function_id": number, "line": place.line}])
+        return number
 
-    body = [_bytes(1, value_type("samples", "count")), _bytes(1, value_type("cpu", "nanoseconds"))]
     for stack, count in profile.counts.items():
-        label = _number(1, text("thread")) + _number(2, text(stack.thread))
-        body.append(_bytes(2, b"".join((
-            *(_number(1, location(place)) for place in stack.places),
-            _number(2, count), _number(2, profile.cpu_ns[stack]), _bytes(3, label),
-        ))))
-    for place, number in locations.items():
-        line = _number(1, functions[place.function, place.file]) + _number(2, place.line)
-        body.append(_bytes(4, _number(1, number) + _bytes(4, line)))
-    for (function, file), number in functions.items():
-        named = _number(2, text(function)) + _number(3, text(function)) + _number(4, text(file))
-        body.append(_bytes(5, _number(1, number) + named))
-    body.append(_number(9, profile.began_ns) + _number(10, profile.lasted_ns))
-    body.append(_bytes(11, value_type("cpu", "nanoseconds")) + _number(12, round(_PERIOD * 1e9)))
-    body += [_bytes(6, string.encode()) for string in strings]
-    return gzip.compress(b"".join(body))
+        message.sample.add(
+            location_id=map(location, stack.places), value=[count, profile.cpu_ns[stack]],
+            label=[{"key": text("thread"), "str": text(stack.thread)}])
+    message.string_table.extend(strings)
+    return gzip.compress(message.SerializeToString())
 
 
 def folded(profile: Profile) -> Iterator[str]:
@@ -124,18 +133,3 @@ def _cpu_ns(native_id: int) -> int:
             return int(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _varint(value: int) -> Iterable[int]:
-    while value > 0x7F:
-        yield value & 0x7F | 0x80
-        value >>= 7
-    yield value
-
-
-def _number(field: int, value: int) -> bytes:
-    return bytes((*_varint(field << 3), *_varint(value)))
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return bytes((*_varint(field << 3 | 2), *_varint(len(value)))) + value

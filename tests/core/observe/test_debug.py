@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from kproxy_core.kube.protobuf import message_classes
 from kproxy_core.observe.pages import Debug, dispatch
 from kproxy_core.observe.server import HttpServer
 from kproxy_core.testing.network.patience import patience
@@ -102,27 +103,43 @@ def test_folded_stacks_show_the_busy_function(port: int) -> None:
     assert int(microseconds) > 0
 
 
+PROFILE_PROTO = message_classes({
+    "Profile": "sample_type=1 repeated ValueType, sample=2 repeated Sample, location=4 repeated Location, "
+               "function=5 repeated Function, string_table=6 repeated string, duration_nanos=10 int64, "
+               "period_type=11 ValueType, period=12 int64",
+    "ValueType": "type=1 int64, unit=2 int64",
+    "Sample": "location_id=1 repeated uint64, value=2 repeated int64, label=3 repeated Label",
+    "Label": "key=1 int64, str=2 int64",
+    "Location": "id=1 uint64, line=4 repeated Line",
+    "Line": "function_id=1 uint64, line=2 int64",
+    "Function": "id=1 uint64, name=2 int64, filename=4 int64",
+})
+"""What is asserted of github.com/google/pprof/proto/profile.proto."""
+
+
 def test_a_profile_is_in_the_format_of_pprof(port: int) -> None:
     with thread("burner", burn_processor_time):
         reply = get(port, "/debug/pprof/profile?seconds=0.5")
     assert reply.headers["Content-Type"] == "application/octet-stream"
-    fields = decode(gzip.decompress(reply.body))
-    strings = [value.decode() for value in fields[6] if isinstance(value, bytes)]
+    profile = PROFILE_PROTO("Profile").FromString(gzip.decompress(reply.body))
+    strings = profile.string_table
     assert strings[0] == ""
-    assert {"samples", "count", "cpu", "nanoseconds", "burner", "burn_processor_time"} <= set(strings)
-    functions = {of[1][0]: strings[int(of[2][0])] for of in map(decode_bytes, fields[5])}
-    locations = {}
-    for location in map(decode_bytes, fields[4]):
-        line = decode_bytes(location[4][0])
-        locations[location[1][0]] = functions[line[1][0]]
-    samples = [decode_bytes(sample) for sample in fields[2]]
-    assert "burn_processor_time" in {locations[of] for sample in samples for of in sample[1]}
-    for sample in samples:
-        count, nanoseconds = map(int, sample[2])
+    kinds = [*profile.sample_type, profile.period_type]
+    assert [(strings[kind.type], strings[kind.unit]) for kind in kinds] == [
+        ("samples", "count"), ("cpu", "nanoseconds"), ("cpu", "nanoseconds")]
+    assert profile.period == 10_000_000
+    assert profile.duration_nanos >= 500_000_000
+    functions = {each.id: (strings[each.name], strings[each.filename]) for each in profile.function}
+    called = {each.id: functions[each.line[0].function_id] for each in profile.location}
+    innermost = set()
+    for sample in profile.sample:
+        count, nanoseconds = sample.value
         assert count > 0
         assert nanoseconds > 0
-        label = decode_bytes(sample[3][0])
-        assert strings[int(label[1][0])] == "thread"
+        (label,) = sample.label
+        assert strings[label.key] == "thread"
+        innermost.add((strings[label.str], called[sample.location_id[0]]))
+    assert ("burner", ("burn_processor_time", __file__)) in innermost
 
 
 def test_kept_memory_is_shown_by_line(port: int) -> None:
@@ -176,39 +193,3 @@ def test_nothing_else_changes_the_verbosity(
 ) -> None:
     assert get(port, "/debug/flags/v", method=method, body=body).status == status
     assert verbosities == []
-
-
-Fields = dict[int, list[int | bytes]]
-
-
-def decode(message: bytes) -> Fields:
-    """Return the fields of a protobuf message, numbers and bytes, by their numbers."""
-    fields: Fields = {}
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        key = varint()
-        assert key & 7 in (0, 2)
-        value: int | bytes = varint()
-        if key & 7 == 2:
-            assert isinstance(value, int)
-            at += value
-            value = message[at - value : at]
-        fields.setdefault(key >> 3, []).append(value)
-    return fields
-
-
-def decode_bytes(message: int | bytes) -> Fields:
-    assert isinstance(message, bytes)
-    return decode(message)
