@@ -93,7 +93,6 @@ PROTOCOL: Final = DataType("inet_proto", 12, 1, 1)
 PORT: Final = DataType("inet_service", 13, 2, 2)
 MARK: Final = DataType("mark", 19, 4, 1)
 INTERFACE: Final = DataType("ifname", 41, 16, 1)
-ADDRESS_TYPE: Final = DataType("fib_addrtype", 43, 4, 1)
 ADDRESS: Final = {
     Family.IPV4: DataType("ipv4_addr", 7, 4, 2),
     Family.IPV6: DataType("ipv6_addr", 8, 16, 2),
@@ -110,16 +109,14 @@ class Field(NamedTuple):
     type: DataType
     expression: str
     attributes: Attributes
-    """Those of the expression that loads it, without the register."""
+    """Those of the expression that loads it, without the register, which is 1."""
     typeof: bytes = b""
     """libnftables' description for the user data of sets, where a set may be declared by this field."""
     protocol: Protocol | None = None
     """The protocol whose header has it, which a rule must match before."""
-    register: int = 1
-    """The attribute for the register that is loaded."""
 
     def load(self, register: int) -> Expression:
-        return Expression(self.expression, {self.register: _u32(register), **self.attributes})
+        return Expression(self.expression, {1: _u32(register), **self.attributes})
 
 
 Key = tuple[Field, ...]
