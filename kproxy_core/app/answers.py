@@ -359,7 +359,7 @@ class Answers:
         try:
             return operations(instance, updates)
         finally:
-            self._loop.call(partial(self._registry.close_backend, instance))
+            self._loop.call(instance.close)
 
 
 def _caveats(caveats: Sequence[Caveat]) -> list[Json]:

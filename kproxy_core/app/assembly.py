@@ -197,7 +197,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration, acc
     the mode that will serve; another mode's failure is only logged.
     """
     config, instance, _, families = choose(configuration, registry, config.mode, served_families())
-    registry.close_backend(instance)
+    instance.close()
     settings = node_settings(config, registry.load(config.mode))
     events = make_events(config, settings.name, access, lambda _: None)
     if not preparation.tune_conntrack(preparation.limits(config), events):
@@ -345,7 +345,7 @@ class _Proxy:
 
         Backends are closed last: the other parts measure them, read their counts and change modes.
         """
-        parts.callback(lambda: self._registry.close_backend(self._switch.instance))
+        parts.callback(lambda: self._switch.instance.close())
         parts.callback(self._retiring.close)
         if self._traffic is not None:
             parts.callback(self._traffic.stop)

@@ -50,7 +50,7 @@ def _cleaned(
         left = registry.cleanup(description.mode, settings, dry_run=dry_run, own_only=own_only)
         removed = tuple(what for what in left.removed if what not in seen)
         seen.update(removed)
-        yield Leftovers(left.mode, removed, left.errors)
+        yield Leftovers(removed, left.errors, mode=left.mode)
 
 
 def _show(left: Leftovers, dry_run: bool) -> None:

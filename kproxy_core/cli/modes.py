@@ -238,7 +238,7 @@ def _look(
     if not alone.usable:
         return found
     unserved = Requirement(" and ".join(others), True, f"not served: {found.because}")
-    return Detection(mode, (*alone.requirements, unserved))
+    return Detection((*alone.requirements, unserved), mode)
 
 
 def _detection(
@@ -251,14 +251,14 @@ def _detection(
             settings = serving_settings(config, registry, families)
             return registry.detect(config.mode, settings, namespace, load_modules=load_modules)
         except InvalidOption as error:
-            return Detection(config.mode, (Requirement(_OPTIONS, False, str(error)),))
+            return Detection((Requirement(_OPTIONS, False, str(error)),), config.mode)
         except Unsupported as error:
-            return Detection(config.mode, (Requirement(_GATE, False, str(error)),))
+            return Detection((Requirement(_GATE, False, str(error)),), config.mode)
 
     try:
         return trial.ask(detect)
     except trial.TrialUnanswered as error:
-        return Detection(config.mode, (Requirement("an answer from the plugin", False, str(error)),))
+        return Detection((Requirement("an answer from the plugin", False, str(error)),), config.mode)
 
 
 def _lines(

@@ -82,7 +82,7 @@ def read_objects(
         yield Objects(plans, registry, instance, settings_of, config, store)
     finally:
         gc.enable()
-        registry.close_backend(instance)
+        instance.close()
 
 
 def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:

@@ -20,10 +20,15 @@ from kproxy_core.modes.settings import Configuration
 def rendered(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
     """Yield the complete rules of each of *families*, in the text format of the mode's backend.
 
-    Raises UsageError without manifests, and as `cli_errors` expects.
+    Raises ClickException if the mode has no such text, UsageError without manifests, and as `cli_errors`
+    expects.
     """
     with _updates(flags, families) as (instance, updates):
-        yield from map(instance.render, updates)
+        for update in updates:
+            text = instance.render(update)
+            if text is None:
+                raise click.ClickException(f"mode {instance.mode} has no rules as text")
+            yield text
 
 
 def checked(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Calls of hooks: checked answers, failures that are named and counted, and the core's handle of one
+"""Calls of plugins: checked answers, failures that are named and counted, and the core's handle of one
 backend.
 """
 
@@ -8,18 +8,19 @@ import threading
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
 from itertools import chain
 from traceback import walk_tb
-from typing import Any, Literal, NewType, cast
+from typing import Any, Literal, NamedTuple, NewType, cast
 
 from msgspec import Struct
-from pluggy import HookCaller, HookImpl, PluginManager
+from pluggy import HookCaller, HookImpl, HookRelay
 
 from kproxy_core.contract import hooks, values
 from kproxy_core.contract import values as api
+from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import BackendError, PluginFailed, one_line
 from kproxy_core.contract.values import Measurement
 from kproxy_core.linux.errors import HostError
@@ -27,7 +28,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
-# Checks that a hook's answer has the type that `hookspecs` declares, fields and elements included. Pure.
+# Checks that an answer has the type that the contract declares, fields and elements included. Pure.
 
 _LARGEST_COUNT = 1 << 53
 """Metrics are floats, which hold every whole number up to this one."""
@@ -52,23 +53,31 @@ A reading of counts has ten thousands of elements, so that each field is checked
 
 
 @cache
-def declared(hook: str) -> Any:
-    """Return the type that *hook* returns, as declared."""
-    return typing.get_type_hints(getattr(hooks, hook))["return"]
+def declared(function: Callable[..., Any]) -> Any:
+    """Return the type that a hook or a method returns, as declared."""
+    return typing.get_type_hints(function)["return"]
 
 
 def checked(answer: Any, wanted: Any) -> Any:
     """Return *answer*, and what a generator yields as a tuple. Raises WrongAnswer if it is not *wanted*."""
-    if not isinstance(answer, (list, tuple)) and typing.get_origin(wanted) is Sequence:
+    if answer is None and types.NoneType in typing.get_args(wanted):
+        return None
+    if not isinstance(answer, (list, tuple)) and _is_sequence(wanted):
         try:
             answer = tuple(answer)
         except TypeError:
             raise WrongAnswer(f"returned {_name(type(answer))}, not a sequence") from None
     if isinstance(answer, types.GeneratorType):
-        raise WrongAnswer("returned a generator: a hook that wraps others needs @hookimpl(wrapper=True)")
+        raise WrongAnswer("returned a generator: only a hook with @hookimpl(wrapper=True) may yield")
     if problem := _check(wanted)((answer,)):
         raise WrongAnswer(f"returned {problem}")
     return answer
+
+
+@cache
+def _is_sequence(wanted: Any) -> bool:
+    """Return whether *wanted* is a type of sequences, or one of these or None."""
+    return any(typing.get_origin(kind) is Sequence for kind in (wanted, *typing.get_args(wanted)))
 
 
 @cache
@@ -173,16 +182,33 @@ _RULES: Mapping[Any, Callable[[Any], str]] = {
 }
 
 
-# Calls of hooks. A plugin that breaks the contract is named and counted, and only that call fails.
+# Calls of plugins. One that breaks the contract is named and counted, and only that call fails.
 
 log = logging.getLogger("kproxy.run")
 
 _TYPED = (BackendError, HostError)
-"""What most hooks may raise."""
+"""What most calls may raise."""
+
+
+class _Called(NamedTuple):
+    """What is called, for the case that it fails."""
+
+    hook: str
+    """The hook, or the backend's method."""
+    plugins: tuple[str, ...]
+    """Those that may have given a wrong answer."""
+    functions: Sequence[tuple[str, object]]
+    """The implementations, by plugin: in one of these an exception was raised."""
+
+    @classmethod
+    def of(cls, caller: HookCaller) -> "_Called":
+        impls = caller.get_hookimpls()
+        return cls(caller.name, tuple(impl.plugin_name for impl in impls),
+                   [(impl.plugin_name, impl.function) for impl in impls])
 
 
 class HookCalls:
-    """Calls hooks of any plugin, and remembers which of them fail. Any thread may call."""
+    """Calls hooks and backends of any plugin, and remembers which of them fail. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,19 +226,21 @@ class HookCalls:
             for (plugin, hook), number in failures
         ]  # fmt: skip
 
-    def call(
-        self, caller: HookCaller, arguments: Mapping[str, object], *,
-        may_raise: tuple[type[Exception], ...] = _TYPED, problem_of: Callable[[Any], str] = lambda answer: "",
-        logged: bool = True,
+    def call(self, caller: HookCaller, arguments: Mapping[str, object], **options: Any) -> Any:
+        """Return the answer to a hook, or the list of answers, checked. For *options* see `guard`."""
+        return self.guard(_Called.of(caller), lambda: _checked(caller, caller(**arguments)), **options)
+
+    def guard(
+        self, called: _Called, call: Callable[[], Any], *, may_raise: tuple[type[Exception], ...] = _TYPED,
+        problem_of: Callable[[Any], str] = lambda answer: "", logged: bool = True,
     ) -> Any:
-        """Return the answer to a hook, or the list of answers, checked.
+        """Return what *call* returns, which checks its type.
 
         Raises PluginFailed for any exception that is none of *may_raise*, and for a wrong answer: one of
         another type, or with a *problem_of* it. *logged*: log it, too, with the traceback.
         """
-        hook = caller.name
         try:
-            answer = _checked(caller, caller(**arguments))
+            answer = call()
             if problem := problem_of(answer):
                 raise WrongAnswer(problem)
         except may_raise:
@@ -220,21 +248,21 @@ class HookCalls:
         except KeyboardInterrupt:
             raise
         except WrongAnswer as error:
-            raise self.failed(_names(caller.get_hookimpls()), hook, str(error), logged=logged) from error
+            raise self.failed(" or ".join(called.plugins), called.hook, str(error), logged=logged) from error
         except BaseException as error:  # foreign code may raise anything
             problem = f"raised {type(error).__name__}: {one_line(error)}"
-            raise self.failed(_culprit(caller, error), hook, problem, error, logged=logged) from error
+            raise self.failed(_culprit(called, error), called.hook, problem, error, logged=logged) from error
         if self._failing:
-            self._works(caller)
+            self._works(called)
         return answer
 
-    def call_each(self, manager: PluginManager, hook: str) -> list[Any]:
+    def call_each(self, caller: HookCaller) -> list[Any]:
         """Return the answers of all plugins, without those of the ones that fail, which is logged."""
-        caller: HookCaller = getattr(manager.hook, hook)
         try:
             return list(self.call(caller, {}, may_raise=()))
         except PluginFailed:
-            return [answer for alone in _each(manager, caller) for answer in self._attempt(alone)]
+            return [answer for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)
+                    for answer in self._attempt(caller, impl)]
 
     def failed(
         self, plugin: str, hook: str, problem: str, error: BaseException | None = None, *, logged: bool = True
@@ -250,91 +278,102 @@ class HookCalls:
                 "fields": {"plugin": plugin, "hook": hook, "problem": problem}})
         return PluginFailed(plugin, hook, problem)
 
-    def _attempt(self, caller: HookCaller) -> list[Any]:
+    def _attempt(self, caller: HookCaller, impl: HookImpl) -> list[Any]:
+        """Return the answer of one implementation that takes no arguments; [] if it fails."""
+        called = _Called(caller.name, (impl.plugin_name,), [(impl.plugin_name, impl.function)])
+        wanted = declared(getattr(hooks, caller.name))
         try:
-            return list(self.call(caller, {}, may_raise=()))
+            return [self.guard(called, lambda: checked(impl.function(), wanted), may_raise=())]
         except PluginFailed:
             return []
 
-    def _works(self, caller: HookCaller) -> None:
+    def _works(self, called: _Called) -> None:
         with self._lock:
-            for impl in caller.get_hookimpls():
-                self._failing.pop((impl.plugin_name, caller.name), None)
+            for plugin in called.plugins:
+                self._failing.pop((plugin, called.hook), None)
 
 
 def _checked(caller: HookCaller, answer: Any) -> Any:
     """Return *answer*, or the list of answers. Raises WrongAnswer, or what a generator raises."""
-    wanted = declared(caller.name)
+    wanted = declared(getattr(hooks, caller.name))
     if caller.spec is not None and not caller.spec.opts["firstresult"]:
         return [checked(one, wanted) for one in answer]
     return None if answer is None else checked(answer, wanted)
 
 
-def _culprit(caller: HookCaller, error: BaseException) -> str:
-    """Return the plugin in whose implementation *error* was raised: wrappers only pass it on."""
-    names = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in caller.get_hookimpls()}
+def _culprit(called: _Called, error: BaseException) -> str:
+    """Return the plugin in whose implementation *error* was raised: the outer ones only pass it on."""
+    names = {getattr(function, "__code__", None): plugin for plugin, function in called.functions}
     found = [names[frame.f_code] for frame, _ in walk_tb(error.__traceback__) if frame.f_code in names]
-    return found[-1] if found else _names(caller.get_hookimpls())
-
-
-def _names(impls: list[HookImpl]) -> str:
-    return " or ".join(impl.plugin_name for impl in impls)
-
-
-def _each(manager: PluginManager, caller: HookCaller) -> Iterator[HookCaller]:
-    """Yield a caller for each plugin alone that implements the hook."""
-    plugins = [impl.plugin for impl in caller.get_hookimpls()]
-    for impl in caller.get_hookimpls():
-        if not (impl.wrapper or impl.hookwrapper):
-            yield manager.subset_hook_caller(
-                caller.name, [plugin for plugin in plugins if plugin is not impl.plugin])
+    return found[-1] if found else " or ".join(called.plugins)
 
 
 # The core's handle of one backend.
 
-class BackendInstance:
-    """The hooks of work of one backend, with what observers wrap around them.
+def plugin_of_backend(mode: str) -> str:
+    """Return the name under which failures of a backend of *mode* are told."""
+    return f"{mode} backend"
 
-    Each method calls the hook of the same name, see `hookspecs`. False or None: the backend does not
-    implement it. A call that breaks the contract raises PluginFailed, or where nothing depends on it is only
-    logged. During a switch of modes two instances exist; each call reaches only one of them.
+
+class CoreSync:
+    """The core's implementation of `hooks.kproxy_sync`, inside those of all observers."""
+
+    @hooks.hookimpl(trylast=True)
+    def kproxy_sync(self, backend: Backend, update: values.Update) -> values.SyncReport:
+        return backend.sync(update)
+
+
+class BackendInstance:
+    """A backend, guarded: each method calls the backend's of the same name.
+
+    A call that breaks the contract raises PluginFailed, or where nothing depends on it is only logged. During
+    a switch of modes two instances exist.
     """
 
     def __init__(
-        self, mode: str, settings: values.BackendSettings, backends: tuple[object, ...],
-        manager: PluginManager, calls: HookCalls,
+        self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend], hook: HookRelay,
+        calls: HookCalls,
     ) -> None:
-        """*backends*: the base's first, where the mode has one. No others are registered in *manager*."""
+        """*layers*: the backend of *mode*, and before it its base's, if it has one, by mode.
+
+        *hook* has the hooks of the plugin and of all observers.
+        """
         self.mode = mode
         self.settings = settings
         """The settings that it was made with."""
-        self.backends = backends
-        self.manager = manager
+        self.backend = layers[mode]
+        self.hook = hook
+        self._plugin = plugin_of_backend(mode)
+        self._layers = [(plugin_of_backend(layer), type(backend)) for layer, backend in layers.items()]
         self._calls = calls
 
     def begin(self) -> bool:
-        return bool(self._call("kproxy_begin"))
+        return bool(self._call("begin"))
 
     def sync(self, update: values.Update) -> values.SyncReport:
-        report = self._call("kproxy_sync", {"update": update}, problem_of=_lack)
+        """Call the hook `kproxy_sync`, which calls the backend."""
+        caller = self.hook.kproxy_sync
+        called = _Called.of(caller)
+        called = called._replace(functions=[*called.functions, *self._functions("sync")])
+        report = self._calls.guard(
+            called, lambda: _checked(caller, caller(backend=self.backend, update=update)), problem_of=_lack)
         return cast(values.SyncReport, report)
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         """Return the ports; none if the backend fails."""
         try:
-            found = self._call("kproxy_relays", {"family": family, "key": key}, may_raise=())
+            return frozenset(self._call("relays", family, key, may_raise=()))
         except PluginFailed:
             return frozenset()
-        return frozenset(found or ())
 
-    def render(self, update: values.Update) -> str:
-        return str(self._call("kproxy_render", {"update": update}, problem_of=_lack))
+    def render(self, update: values.Update) -> str | None:
+        return cast(str | None, self._call("render", update))
 
     def check_text(self, update: values.Update) -> str | None:
-        return cast(str | None, self._call("kproxy_check_text", {"update": update}))
+        return cast(str | None, self._call("check_text", update))
 
     def preview(self, update: values.Update) -> values.Preview | None:
-        return cast(values.Preview | None, self._call("kproxy_preview", {"update": update}))
+        return cast(values.Preview | None, self._call("preview", update))
 
     def explain(
         self, questions: Sequence[values.Question], *, live: bool
@@ -344,14 +383,14 @@ class BackendInstance:
                 return ""
             return f"returned {len(sides)} answers to {len(questions)} questions"
 
-        sides = self._call("kproxy_explain", {"questions": questions, "live": live}, problem_of=problem_of)
+        sides = self._call("explain", questions, live=live, problem_of=problem_of)
         return cast(Sequence[values.KernelSide] | None, sides)
 
     def frontends(self, family: Family) -> Sequence[Frontend] | None:
-        return cast(Sequence[Frontend] | None, self._call("kproxy_frontends", {"family": family}))
+        return cast(Sequence[Frontend] | None, self._call("frontends", family))
 
     def traffic(self, family: Family) -> Sequence[values.Connections] | None:
-        return cast(Sequence[values.Connections] | None, self._call("kproxy_traffic", {"family": family}))
+        return cast(Sequence[values.Connections] | None, self._call("traffic", family))
 
     def watch(self, damaged: values.Damage) -> bool:
         """Return False, too, if the backend fails: its failure hides changes, no more."""
@@ -361,28 +400,42 @@ class BackendInstance:
                 damaged(family, what)
             else:
                 found = f"{type(family).__name__} and {type(what).__name__}"
-                name = self.manager.get_name(self.backends[-1]) or self.mode
-                self._calls.failed(name, "kproxy_watch", f"reported {found}, not Family and str")
+                self._calls.failed(self._plugin, "watch", f"reported {found}, not Family and str")
 
         try:
-            return bool(self._call("kproxy_watch", {"damaged": checked}, may_raise=()))
+            return bool(self._call("watch", checked, may_raise=()))
         except PluginFailed:
             return False
 
     def measure(self) -> Sequence[Sequence[values.Measurement]]:
         """Return the answers of the backend and of observers, without those that fail."""
-        return self._calls.call_each(self.manager, "kproxy_measure")
+        found = self._calls.call_each(self.hook.kproxy_measure)
+        try:
+            return [self._call("measure", may_raise=()), *found]
+        except PluginFailed:
+            return found
+
+    def retire(self) -> values.Leftovers:
+        """Retire the backend. Raises as `Backend.retire` does, or PluginFailed."""
+        return cast(values.Leftovers, self._call("retire", logged=False))
 
     def close(self) -> None:
         """Close the backend. A failure is logged: its sockets end with the process."""
         try:
-            self._call("kproxy_close", may_raise=())
+            self._call("close", may_raise=())
         except PluginFailed:
             return
 
-    def _call(self, hook: str, arguments: Mapping[str, object] = {}, **options: Any) -> Any:
-        """Return the answer to *hook*; see `HookCalls.call` for *options*."""
-        return self._calls.call(getattr(self.manager.hook, hook), arguments, **options)
+    def _call(self, method: str, *arguments: object, live: bool | None = None, **options: Any) -> Any:
+        """Return the answer of *method*; see `HookCalls.guard` for *options*."""
+        named = {} if live is None else {"live": live}
+        call, wanted = getattr(self.backend, method), declared(getattr(Backend, method))
+        return self._calls.guard(
+            _Called(method, (self._plugin,), self._functions(method)),
+            lambda: checked(call(*arguments, **named), wanted), **options)
+
+    def _functions(self, method: str) -> list[tuple[str, object]]:
+        return [(plugin, getattr(kind, method)) for plugin, kind in self._layers]
 
 
 def _lack(answer: object) -> str:

@@ -1,9 +1,8 @@
-"""The hooks of a kproxy backend.
+"""The hooks of kproxy: questions that every plugin answers about its mode.
 
-Every plugin answers questions: `kproxy_describe`, `kproxy_detect`, `kproxy_cleanup` and the optional ones.
-Work belongs to one plugin: its `kproxy_make_backend` returns an instance, which is registered and alone
-implements the remaining hooks. Observers may wrap any hook (``@hookimpl(wrapper=True)``). An implementation
-may leave out arguments that it does not use.
+Each is put to one plugin at a time, and observers may wrap any of them (``@hookimpl(wrapper=True)``). Work
+belongs to the `Backend` that `kproxy_make_backend` returns; of that, only a sync is a hook as well. An
+implementation may leave out arguments that it does not use.
 """
 
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from collections.abc import Sequence
 import pluggy
 
 from kproxy_core.contract import values
-from kproxy_core.model.address import Family, Protocol
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract.backend import Backend
+from kproxy_core.model.address import Protocol
+from kproxy_core.model.service import Destination
 
 PROJECT = "kproxy"
 ENTRY_POINTS = "kproxy.backends"
@@ -34,11 +33,11 @@ def kproxy_detect(
 ) -> values.Detection:
     """Report whether the mode works on this kernel, with each requirement and its remedy.
 
-    Changes nothing, and never raises because something is missing. With a *trial*, this process exists for
-    the question only: enter its namespace (`Trial.enter`) and try what the mode needs. Without one, draw
-    conclusions from what can be read, and mark them as `Requirement.guessed`. Kernels load modules for
-    processes that use their features: without *load_modules*, try nothing that has this effect. Raises
-    InvalidOption as `kproxy_make_backend` does.
+    Optional; without it, the mode has no requirements. Changes nothing, and never raises because something is
+    missing. With a *trial*, this process exists for the question only: enter its namespace (`Trial.enter`)
+    and try what the mode needs. Without one, draw conclusions from what can be read, and mark them as
+    `Requirement.guessed`. Kernels load modules for processes that use their features: without
+    *load_modules*, try nothing that has this effect. Raises InvalidOption as `kproxy_make_backend` does.
     """
     raise NotImplementedError
 
@@ -57,9 +56,8 @@ def kproxy_cleanup(settings: values.BackendSettings, dry_run: bool, own_only: bo
 def kproxy_retire(settings: values.BackendSettings) -> values.Leftovers:
     """Remove what no established connection needs, and accept no new connections: another mode serves now.
 
-    Optional, for plugins whose rules carry established connections, and for backends that relay connections
-    in their own process. Called every few seconds while `Leftovers.is_needed`; `kproxy_close` and
-    `kproxy_cleanup` follow. Errors as in `kproxy_cleanup`.
+    Optional, for plugins whose rules carry established connections. Called every few seconds while
+    `Leftovers.is_needed`; `Backend.close` and `kproxy_cleanup` follow. Errors as in the latter.
     """
     raise NotImplementedError
 
@@ -103,128 +101,27 @@ def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destinatio
 
 
 @hookspec(firstresult=True)
-def kproxy_make_backend(mode: str, settings: values.BackendSettings) -> values.Backend | None:
-    """Return a new backend if *mode* is this plugin's, else None. Leave the kernel alone.
+def kproxy_make_backend(
+    mode: str, settings: values.BackendSettings, base: Backend | None
+) -> Backend | None:
+    """Return a new backend of *mode*, the plugin's own. Leave the kernel alone.
 
-    Raises Unsupported if the mode cannot work here, and another may be chosen; raises InvalidOption if one of
-    `BackendSettings.options` has a wrong value, which ends the start.
+    *base* is a new backend of `Description.base`, None without one. Raises Unsupported if the mode cannot
+    work here, and another may be chosen; raises InvalidOption if one of `BackendSettings.options` has a wrong
+    value, which ends the start.
     """
 
 
 @hookspec(firstresult=True)
-def kproxy_begin() -> bool:
-    """Check that the mode can work, before anything depends on it. May keep what it finds out.
+def kproxy_sync(backend: Backend, update: values.Update) -> values.SyncReport:
+    """Have *backend* make the kernel agree with *update*.
 
-    Optional; without it, `kproxy_detect` decides. Called once before this backend serves, and must answer
-    within milliseconds. May make settings of the machine that serving needs. Return True if the mode can
-    work. Raises Unsupported if it cannot, and another mode may be chosen; raises SyncFailed for a problem
-    that may pass.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_sync(update: values.Update) -> values.SyncReport:
-    """Make the kernel agree with *update*; on return it does.
-
-    Called from one thread, once per family and batch. A failed call has remembered nothing. Raises
-    SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
-    """Return the ports of this node on which this process itself relays traffic of a service port.
-
-    Optional, for modes that relay. UDP flows to these ports are not stale when endpoints disappear, because
-    the relay learns of that and an answer may be under way. Called after each sync that changed the service
-    port.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_render(update: values.Update) -> str:
-    """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges."""
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_check_text(update: values.Update) -> str | None:
-    """Return the complaint of the mechanism's own program about the text that `kproxy_render` returns.
-
-    Optional; serves ``kproxy render --check``. Return "" if the program takes the text, None if it has no way
-    to check that. Applies nothing, and depends on nothing that the kernel holds. Raises BackendError or
-    HostError.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_preview(update: values.Update) -> values.Preview:
-    """Return the operations with which a `Scope.RESYNC` would bring the kernel to *update* now.
-
-    Optional; serves ``kproxy plan`` and ``kproxy switch --check``. Reads the kernel and changes nothing.
-    Called as `kproxy_explain`, also where another mode serves. Raises BackendError or HostError.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_explain(questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
-    """Return the kernel objects that each packet meets, and the fate that these give it.
-
-    Optional. With *live*, read them from the kernel now; without it, return those that a sync would write,
-    which needs no privileges. Changes nothing. Called from a different thread than the other hooks, while
-    syncs run: use sockets of its own. All questions are about one family. Raises BackendError or HostError.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_frontends(family: Family) -> Sequence[Frontend]:
-    """Return the frontends that the kernel's objects of this mode serve now, wanted or not.
-
-    Optional; serves ``kproxy diff``. Called as `kproxy_explain`. Raises BackendError or HostError.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_traffic(family: Family) -> Sequence[values.Connections]:
-    """Return the new connections of each frontend and endpoint, as counted since each count began.
-
-    Optional; called only with `BackendSettings.count_traffic`. A sync that replaces an endpoint keeps its
-    count. Numbers that are 0 may be left out, and refusals where the mode cannot count them. A count may end
-    90 minutes after its last connection: after an hour, that of an hourly client would begin again at the
-    same number. Called as `kproxy_explain`. Raises BackendError or HostError.
-    """
-    raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_watch(damaged: values.Damage) -> bool:
-    """Start calling *damaged* whenever another process changes what this backend programmed.
-
-    Called once, after the first successful sync. Return True if changes will be noticed; False if they cannot
-    be, so that the core must look for them in periodic full syncs.
+    For observers to wrap or to forestall: the core's own implementation, the last, calls `Backend.sync`.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_measure() -> Sequence[values.Measurement]:
-    """Return values worth a metric that the core does not count itself. Optional.
-
-    Called at each scrape, from a different thread than the other hooks. Must not raise.
-    """
+    """Return metrics of an observer. Optional; see `Backend.measure`."""
     raise NotImplementedError
-
-
-@hookspec(firstresult=True)
-def kproxy_close() -> None:
-    """Release sockets and threads; leave the kernel as it is.
-
-    Delete only rules that redirect to this process: after it exits, another process may own those ports.
-    """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,15 @@ import pluggy
 from msgspec import Struct
 
 from kproxy_core.contract import hooks, values
-from kproxy_core.contract.calls import BackendInstance, HookCalls, WrongAnswer, checked
+from kproxy_core.contract.backend import Backend
+from kproxy_core.contract.calls import (
+    BackendInstance,
+    CoreSync,
+    HookCalls,
+    WrongAnswer,
+    checked,
+    plugin_of_backend,
+)
 from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, one_line
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.linux.errors import HostError
@@ -101,11 +109,10 @@ def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
 # The registry of backend plugins: finds them, rejects those that do not fit, and addresses one of them.
 #
 # A plugin is the object that an entry point in the group ``kproxy.backends`` names: a module or object
-# with the hooks of `hookspecs`. The entry point's name is the mode. Each is loaded separately and only
-# when needed, so a broken one harms no other.
+# with the hooks of `hooks`. The entry point's name is the mode. Each is loaded separately and only when
+# needed, so a broken one harms no other, and has the hooks of its mode to itself, with all observers.
 
-PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
-BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
+PLUGIN_HOOKS = ("kproxy_describe", "kproxy_cleanup", "kproxy_make_backend")
 
 _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
@@ -134,19 +141,19 @@ class Registry:
         Raises PluginNotFound or PluginRefused for one of those.
         """
         self.calls = HookCalls()
-        self.manager = _new_manager()
-        """All plugins and observers, without backends."""
+        self._observers: dict[str, object] = {}
+        """By name, in the order in which they were loaded."""
+        self._managers: dict[str, pluggy.PluginManager] = {}
+        """By mode: its plugin, and all observers."""
         self.descriptions: dict[str, values.Description] = {}
         """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
-        for name, is_wanted in named.items():
-            if not is_wanted:
-                self.manager.set_blocked(name)
+        self._blocked = frozenset(name for name, is_wanted in named.items() if not is_wanted)
         installed = list(installed_entry_points() if entry_points is None else entry_points)
         for entry in installed:
-            if self.manager.is_blocked(entry.name):
+            if entry.name in self._blocked:
                 continue
             if entry.group == OBSERVERS:
                 self._load_observer(entry)
@@ -160,6 +167,11 @@ class Registry:
                 self._load_named(name, installed)
 
     @property
+    def observers(self) -> list[str]:
+        """The names of all observers, in the order in which they were loaded."""
+        return list(self._observers)
+
+    @property
     def modes(self) -> list[str]:
         """All installed modes, loaded or not, sorted."""
         return sorted({*self._offered, *self.descriptions})
@@ -171,7 +183,7 @@ class Registry:
             return known
         entry = self._offered.get(mode)
         if entry is None:
-            raise UnknownMode(mode, self.modes, blocked=self.manager.is_blocked(mode))
+            raise UnknownMode(mode, self.modes, blocked=mode in self._blocked)
         try:
             return self._add(entry.load(), mode)
         except (Exception, SystemExit) as error:  # foreign code may raise anything
@@ -213,35 +225,32 @@ class Registry:
         return frozenset(names)
 
     def make_backend(self, mode: str, settings: values.BackendSettings) -> BackendInstance:
-        """Make the backend for *mode*, and its base's before it.
+        """Make the backend for *mode*, on top of a new one of its base, if it has one.
 
-        They are registered in a manager of their own, beside their plugins and all observers: other threads
-        call hooks of other instances meanwhile, and those must not reach them. Raises UnknownMode,
-        PluginRefused, PluginFailed, InvalidOption, or Unsupported if it can't work on this machine.
+        Raises UnknownMode, PluginRefused, PluginFailed, InvalidOption, or Unsupported if it can't work on
+        this machine.
         """
-        layers, manager = self.layers(mode), _new_manager()
-        for name, plugin in self.manager.list_name_plugin():
-            if name in layers or name not in self.descriptions:
-                manager.register(plugin, name=name)
-        backends = tuple(self._make(layer, settings, manager) for layer in layers)
-        return BackendInstance(mode, settings, backends, manager, self.calls)
+        made: dict[str, Backend] = {}
+        for layer in self.layers(mode):
+            try:
+                made[layer] = self._make(layer, settings, next(iter(made.values()), None))
+            except BaseException:
+                for base in made:
+                    self._instance(base, settings, made).close()
+                raise
+        return self._instance(mode, settings, made)
 
-    def _make(self, mode: str, settings: values.BackendSettings, manager: pluggy.PluginManager) -> object:
-        made = self.calls.call(
-            self._caller(mode, "kproxy_make_backend"), {"mode": mode, "settings": settings})
+    def _instance(
+        self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend]
+    ) -> BackendInstance:
+        return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls)
+
+    def _make(self, mode: str, settings: values.BackendSettings, base: Backend | None) -> Backend:
+        made: Backend | None = self._call(
+            mode, "kproxy_make_backend", {"mode": mode, "settings": settings, "base": base})
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
-        try:
-            _register(manager, made, f"{mode} backend", BACKEND_HOOKS)
-        except Exception as error:
-            raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return made
-
-    def close_backend(self, instance: BackendInstance) -> None:
-        """Close a backend and unregister it. Leave the kernel as it is."""
-        instance.close()
-        for backend in instance.backends:
-            instance.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: values.BackendSettings) -> None:
         """Have the plugin for *mode* make the settings of the whole machine that it needs.
@@ -271,25 +280,33 @@ class Registry:
     ) -> values.Detection:
         """Ask the plugin for *mode* whether it works here. A plugin that fails to answer does not work.
 
-        For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode, PluginRefused or
+        For *trial* and *load_modules* see `hooks.kproxy_detect`. Raises UnknownMode, PluginRefused or
         InvalidOption.
         """
         found: list[values.Requirement] = []
         for layer in self.layers(mode):
             try:
-                answer = self._ask(layer, "kproxy_detect", logged=False, settings=settings, trial=trial,
-                                   load_modules=load_modules)
-                found += answer.requirements if answer is not None else [_no_answer("none was given")]
+                found += self._requirements(layer, settings, trial, load_modules=load_modules)
             except InvalidOption:
                 raise
             except (BackendError, HostError) as error:
                 found.append(_no_answer(_reason(error)))
-        return values.Detection(mode, tuple(found))
+        return values.Detection(tuple(found), mode)
+
+    def _requirements(
+        self, mode: str, settings: values.BackendSettings, trial: values.Trial | None, *, load_modules: bool
+    ) -> Iterable[values.Requirement]:
+        answer = self._ask(mode, "kproxy_detect", logged=False, settings=settings, trial=trial,
+                           load_modules=load_modules)
+        if answer is not None:
+            found: Iterable[values.Requirement] = answer.requirements
+            return found
+        return [_no_answer("none was given")] if self._implements(mode, "kproxy_detect") else []
 
     def dialled(
         self, mode: str, protocol: Protocol, source: Destination, endpoint: Destination
     ) -> Destination | None:
-        """Return the frontend that a socket dialled; see `hookspecs.kproxy_dialled`.
+        """Return the frontend that a socket dialled; see `hooks.kproxy_dialled`.
 
         Raises HostError or PluginFailed.
         """
@@ -310,45 +327,48 @@ class Registry:
         """Remove the traces of *mode*, except those that `waiting` established connections need.
 
         *instance* is the backend that served in this process, if any. *traces*: include what is not bound to
-        it. Call this while the result `is_needed`, then `close_backend` for the *instance*, and `cleanup`.
+        it. Call this while the result `is_needed`, then `BackendInstance.close`, and `cleanup`.
         """
-        return self._leftovers(mode, "kproxy_retire", instance=instance, plugin=traces, settings=settings)
+        found = []
+        if instance is not None:
+            try:
+                found.append(instance.retire())
+            except (BackendError, HostError) as error:
+                found.append(values.Leftovers(errors=(_reason(error),)))
+        if traces:
+            found.append(self._leftovers(mode, "kproxy_retire", settings=settings))
+        return values.Leftovers.merged(found, mode)
 
     def supersede(self, mode: str, *, dry_run: bool) -> values.Leftovers:
         """Remove kube-proxy's leftovers of *mode*, which serves. Raises UnknownMode or PluginRefused."""
         found = [self._leftovers(layer, "kproxy_supersede", dry_run=dry_run) for layer in self.layers(mode)]
-        return values.Leftovers.merged(mode, found)
+        return values.Leftovers.merged(found, mode)
 
     def _leftovers(self, mode: str, hook: str, **arguments: Any) -> values.Leftovers:
-        """Return the merged answers to *hook*; for *arguments* see `_answers`."""
+        """Return the merged answers to *hook*."""
         try:
-            return values.Leftovers.merged(mode, self._answers(mode, hook, logged=False, **arguments))
+            return values.Leftovers.merged(self._answers(mode, hook, logged=False, **arguments), mode)
         except (BackendError, HostError) as error:
-            return values.Leftovers(mode, errors=(_reason(error),))
+            return values.Leftovers(errors=(_reason(error),), mode=mode)
 
     def _ask(self, mode: str, hook: str, **arguments: Any) -> Any:
-        """Return the answer of the plugin for *mode*. Calls only that plugin and the observers."""
+        """Return the answer of the plugin for *mode*, or else of an observer."""
         answers = self._answers(mode, hook, **arguments)
         return answers[-1] if answers else None
 
-    def _answers(
-        self, mode: str, hook: str, *, instance: BackendInstance | None = None, plugin: bool = True,
-        logged: bool = True, **arguments: object,
-    ) -> list[Any]:
-        """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
+    def _answers(self, mode: str, hook: str, *, logged: bool = True, **arguments: object) -> list[Any]:
+        """Return the answers of the plugin for *mode* and of observers. That of the plugin is the last."""
         self.load(mode)
-        answers: list[Any] = self.calls.call(
-            self._caller(mode, hook, instance=instance, plugin=plugin), arguments, logged=logged)
+        answers: list[Any] = self._call(mode, hook, arguments, logged=logged)
         return answers
 
-    def _caller(
-        self, mode: str, hook: str, *, instance: BackendInstance | None = None, plugin: bool = True
-    ) -> pluggy.HookCaller:
-        """Return the caller of *hook* that spares the plugins of other modes; as `_answers`."""
-        others = [
-            self.manager.get_plugin(other) for other in self.descriptions if other != mode or not plugin]
-        manager = self.manager if instance is None else instance.manager
-        return manager.subset_hook_caller(hook, others)
+    def _call(self, mode: str, hook: str, arguments: Mapping[str, object], **options: Any) -> Any:
+        return self.calls.call(getattr(self._managers[mode].hook, hook), arguments, **options)
+
+    def _implements(self, mode: str, hook: str) -> bool:
+        manager = self._managers[mode]
+        plugin = manager.get_plugin(mode)
+        return any(caller.name == hook for caller in manager.get_hookcallers(plugin) or ())
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
         """Load the plugin installed under *name*, or else the module: a backend or an observer."""
@@ -358,18 +378,19 @@ class Registry:
         for broken in self.broken:
             if broken.name == name:
                 raise PluginRefused(str(broken))
-        if self.manager.has_plugin(name):
+        if name in self._observers:
             return
         try:
             plugin = import_named(name, installed)
             if not hasattr(plugin, "kproxy_describe"):
-                _register(self.manager, plugin, name, ())
-                if not self.manager.get_hookcallers(plugin):
+                if not self._observe(name, plugin):
                     raise PluginRefused("it has none of kproxy's hooks")
                 return
             mode = plugin.kproxy_describe().mode
             if mode in self.modes:
                 raise PluginRefused(f"mode {mode!r} is provided by another plugin")
+            if mode in self._blocked:
+                raise PluginRefused(f"mode {mode!r} is blocked by -p no:{mode}")
             self._add(plugin, mode)
         except PluginNotFound:
             raise
@@ -379,15 +400,29 @@ class Registry:
     def _add(self, plugin: object, mode: str) -> values.Description:
         """Register *plugin* as that of *mode*. Raises PluginRefused, or any exception of the plugin."""
         description = _describe(plugin, mode)
-        _register(self.manager, plugin, mode, PLUGIN_HOOKS)
+        manager = _new_manager()
+        _register(manager, plugin, mode, PLUGIN_HOOKS)
+        manager.register(CoreSync(), name=plugin_of_backend(mode))
+        for name, observer in self._observers.items():
+            _register(manager, observer, name, ())
+        self._managers[mode] = manager
         self.descriptions[mode] = description
         return description
 
     def _load_observer(self, entry: EntryPoint) -> None:
         try:
-            _register(self.manager, entry.load(), entry.name, ())
+            self._observe(entry.name, entry.load())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             self._refuse(entry, _reason(error))
+
+    def _observe(self, name: str, plugin: object) -> bool:
+        """Have *plugin* observe every mode. Return whether it has any hook. Raises PluginRefused."""
+        checking = _new_manager()
+        _register(checking, plugin, name, ())
+        self._observers[name] = plugin
+        for manager in self._managers.values():
+            _register(manager, plugin, name, ())
+        return bool(checking.get_hookcallers(plugin))
 
     def _refuse(self, entry: EntryPoint, problem: str) -> BrokenPlugin:
         broken = BrokenPlugin(entry.name, distribution_of(entry), problem)

@@ -18,7 +18,7 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 # `CONTRACT` is (major, minor): fields and optional hook arguments may be added with a new minor, meanings
 # change only with a new major.
 
-CONTRACT = (1, 13)
+CONTRACT = (1, 0)
 
 
 class Description(Struct, frozen=True):
@@ -41,8 +41,8 @@ class Description(Struct, frozen=True):
     interfaces: tuple[str, ...] = ()
     """Network interfaces that the mode creates for itself; their addresses are not the node's."""
     base: str = ""
-    """The mode that this one stands on: the core makes that mode's backend too, and this one's hooks wrap its
-    (``@hookimpl(wrapper=True)``). "": none."""
+    """The mode that this one stands on: the core makes that mode's backend first, and this one's on top of it
+    (`backend.LayeredBackend`). "": none."""
     options: tuple[str, ...] | None = None
     """Names of the mode's options in ``kproxy.backendOptions``, without those of its base. A start with any
     other name fails. None: any may be given."""
@@ -51,8 +51,9 @@ class Description(Struct, frozen=True):
 class Detection(Struct, frozen=True):
     """The requirements of a mode, as found on this machine."""
 
-    mode: str
     requirements: tuple[Requirement, ...]
+    mode: str = ""
+    """Set by the core."""
 
     @property
     def usable(self) -> bool:
@@ -86,14 +87,15 @@ class Trial(Protocol):
 class Leftovers(Struct, frozen=True):
     """The result of a clean-up: removed objects, or in a dry run those that would be."""
 
-    mode: str
     removed: tuple[str, ...] = ()
     """One line per object, in the words of the field: ``table ip kproxy``."""
     errors: tuple[str, ...] = ()
     waiting: int = 0
-    """Established connections that still depend on the mode (see `hookspecs.kproxy_retire`)."""
+    """Established connections that still depend on the mode (see `hooks.kproxy_retire`)."""
     in_grace: bool = False
     """For some seconds more, connections that nothing can count may be on their way to the mode."""
+    mode: str = ""
+    """Set by the core."""
 
     @property
     def is_needed(self) -> bool:
@@ -101,14 +103,14 @@ class Leftovers(Struct, frozen=True):
         return self.in_grace or self.waiting > 0
 
     @classmethod
-    def merged(cls, mode: str, found: "Iterable[Leftovers]") -> "Leftovers":
+    def merged(cls, found: "Iterable[Leftovers]", mode: str = "") -> "Leftovers":
         answers = list(found)
         return cls(
-            mode,
             tuple(line for answer in answers for line in answer.removed),
             tuple(line for answer in answers for line in answer.errors),
             sum(answer.waiting for answer in answers),
             any(answer.in_grace for answer in answers),
+            mode,
         )
 
 
@@ -136,7 +138,7 @@ class BackendSettings(Struct, frozen=True):
     loopback_node_ports: tuple[Family, ...] = tuple(Family)
     """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
     count_traffic: bool = False
-    """Count new connections for `hookspecs.kproxy_traffic`. False: spend nothing on it."""
+    """Count new connections for `backend.Backend.traffic`. False: spend nothing on it."""
     own_tables: bool = False
     """Have the kernel keep other processes from changing the rules, where it can."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -208,7 +210,7 @@ class KernelObject(NamedTuple):
 
 
 class Question(Struct, frozen=True):
-    """One packet, and the plan that it concerns; see `hookspecs.kproxy_explain`."""
+    """One packet, and the plan that it concerns; see `backend.Backend.explain`."""
 
     packet: Packet
     node: NodeView
@@ -275,7 +277,7 @@ class Handshake(enum.Enum):
 
 
 class Connections(NamedTuple):
-    """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
+    """New connections counted for one frontend and endpoint; see `backend.Backend.traffic`.
 
     Of UDP, a connection is a flow: the packets between two sockets until the kernel forgets them. No number
     ever falls, except to begin again at 0. Elements of the same pair and layer add up.
@@ -309,21 +311,6 @@ class Measurement(NamedTuple):
     kind: Literal["counter", "gauge"]
     value: float
     labels: Mapping[str, str] = {}
-
-
-class Backend(Protocol):
-    """One kernel mechanism, programmed. Called from one thread; registered with the plugin manager.
-
-    An implementation marks these methods, which `hookspecs` describes, with `hookspecs.hookimpl`.
-    """
-
-    def kproxy_sync(self, update: Update) -> SyncReport: ...
-
-    def kproxy_render(self, update: Update) -> str: ...
-
-    def kproxy_watch(self, damaged: Damage) -> bool: ...
-
-    def kproxy_close(self) -> None: ...
 
 
 # The record that another mode serves than the requested one.

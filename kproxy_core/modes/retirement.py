@@ -68,8 +68,9 @@ class RetiringModes:
             if instance is not None:
                 self._serving.discard(mode)
                 layers = self._registry.layers(mode)
-            return Leftovers.merged(mode, [
-                self._leave(layer, instance if layer == mode else None) for layer in reversed(layers)])
+            return Leftovers.merged([
+                self._leave(layer, instance if layer == mode else None) for layer in reversed(layers)
+            ], mode)
 
     def cancel(self, mode: str) -> bool:
         """Keep the rules of *mode*, which is about to serve. A retiring backend still finishes.
@@ -88,8 +89,8 @@ class RetiringModes:
         """Start retiring one layer; return the result of the first check. The lock is held."""
         is_in_use = any(mode in self._registry.layers(serving) for serving in self._serving)
         if self._closed or (is_in_use and instance is None):
-            return Leftovers(mode)
-        leaving = _RetiringMode(mode, instance, Leftovers(mode), traces=not is_in_use)
+            return Leftovers(mode=mode)
+        leaving = _RetiringMode(mode, instance, Leftovers(mode=mode), traces=not is_in_use)
         if self._step(leaving):
             return leaving.found
         self._leaving.append(leaving)
@@ -106,7 +107,7 @@ class RetiringModes:
             self._changed.notify_all()
         for one in leaving:
             if one.instance is not None:
-                self._registry.close_backend(one.instance)
+                one.instance.close()
 
     def _run(self) -> None:
         with self._changed:
@@ -128,7 +129,7 @@ class RetiringModes:
                 return False
             if leaving.instance is not None:
                 instance, leaving.instance = leaving.instance, None
-                self._registry.close_backend(instance)
+                instance.close()
             if leaving.traces:
                 found = self._registry.cleanup(leaving.mode, settings, dry_run=False)
                 report(leaving.mode, found)

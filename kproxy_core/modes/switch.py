@@ -57,7 +57,7 @@ def start_backend(
         log.info("backend start failed, retrying", extra={"fields": {"mode": mode, "error": str(error)}})
     except (InvalidOption, Unsupported) as error:
         if not insist or isinstance(error, InvalidOption):
-            registry.close_backend(instance)
+            instance.close()
             raise
         log.warning("mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
     return instance
@@ -290,7 +290,7 @@ class ModeSwitch:
         try:
             self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
         except JournalFailed:
-            self._registry.close_backend(new)
+            new.close()
             raise
         if self._retiring.cancel(mode):  # The node may have changed to another variant of iptables.
             report(mode, self._registry.supersede(mode, dry_run=False))
@@ -350,7 +350,7 @@ class ModeSwitch:
         except Exception as error:  # noqa: BLE001 - the new mode's rules may be the only ones
             log.error("could not roll back the switch; the next start removes its leftovers", extra={
                 "fields": {"mode": old.mode, "tried": new.mode, "error": repr(error)}})
-            self._registry.close_backend(new)
+            new.close()
             return
         self._retiring.retire(new.mode, new)
         self._settle(old.mode)

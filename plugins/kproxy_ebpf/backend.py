@@ -1,18 +1,32 @@
 """The backend: maps and programs in front of the base mode's rules.
 
-Its hooks wrap those of the base. The rules serve whatever the programs leave alone, so neither the order of
+Its base programs the rules. They serve whatever the programs leave alone, so neither the order of
 the two nor a failure of the programs can lose a connection.
 """
 
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Connections,
+    Damage,
+    KernelSide,
+    LayeredBackend,
+    Measurement,
+    Preview,
+    Question,
+    Scope,
+    SyncFailed,
+    SyncReport,
+    TrustLost,
+    Unsupported,
+    Update,
+)
 from kproxy_core.linux.conntrack import are_counted
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
@@ -38,10 +52,11 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 300.0
 """Seconds between two attempts to set the programs up. One that compiles takes 120 MiB and half a second."""
 
 
-class EbpfBackend:
-    """Programs the maps of both families; see `kproxy_core.contract.hooks` for the contract."""
+class EbpfBackend(LayeredBackend):
+    """Programs the maps of both families."""
 
-    def __init__(self, settings: values.BackendSettings) -> None:
+    def __init__(self, base: Backend, settings: BackendSettings) -> None:
+        super().__init__(base)
         self._settings = read_settings(settings)
         self._families_served = settings.families
         self._counted = settings.count_traffic
@@ -59,10 +74,9 @@ class EbpfBackend:
         self._is_detached = False
         """No program chooses endpoints since the last attempt failed, one of an earlier process included."""
 
-    @hookimpl(wrapper=True)
-    def kproxy_begin(self) -> Generator[None, bool, bool]:
+    def begin(self) -> bool:
         """Check the base and the programs' requirements; start the compiler if needed. Raises Unsupported."""
-        can_begin = yield
+        can_begin = self.base.begin()
         missing = lacking(self._settings)
         if missing:
             raise Unsupported("; ".join(missing))
@@ -72,18 +86,17 @@ class EbpfBackend:
             raise Unsupported(str(error)) from error
         return can_begin
 
-    @hookimpl(wrapper=True)
-    def kproxy_sync(self, update: values.Update) -> Generator[None, values.SyncReport, values.SyncReport]:
+    def sync(self, update: Update) -> SyncReport:
         """Withdraw endpoints, have the rules changed, then add endpoints."""
         kernel = self._kernel
         if kernel is None:
-            report = yield
+            report = self.base.sync(update)
             operations = self._set_up(update)
             return replace(report, operations=report.operations + operations, degraded=self._trouble)
         state = self._families[update.family]
         difference = state.withdraw(update)
         try:
-            report = yield
+            report = self.base.sync(update)
         except TrustLost:
             state.distrust()
             raise
@@ -95,36 +108,29 @@ class EbpfBackend:
         except SyncFailed:
             state.distrust()
             raise
-        if update.scope is values.Scope.RESYNC and kernel.problem():
+        if update.scope is Scope.RESYNC and kernel.problem():
             kernel.attach()
         return replace(report, operations=report.operations + operations)
 
-    @hookimpl(wrapper=True)
-    def kproxy_render(self, update: values.Update) -> Generator[None, str, str]:
+    def render(self, update: Update) -> str:
         """Return the base's rules and this mode's, and the maps as comments."""
-        rules = yield
+        rules = self.base.render(update) or ""
         return rules + render_text(update)
 
-    @hookimpl(wrapper=True)
-    def kproxy_check_text(self, update: values.Update) -> Generator[None, str | None, str | None]:
+    def check_text(self, update: Update) -> str | None:
         """Have libnftables check the base's rules, and then this mode's."""
         from kproxy_core.linux.libnftables import complaint
 
-        complaint_of_base = yield
-        return complaint_of_base or complaint(render_text(update))
+        return self.base.check_text(update) or complaint(render_text(update))
 
-    @hookimpl(wrapper=True)
-    def kproxy_preview(self, update: values.Update) -> Generator[None, values.Preview, values.Preview]:
-        rules = yield
+    def preview(self, update: Update) -> Preview:
         maps = preview(update, self._settings)
-        return values.Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
+        rules = self.base.preview(update) or Preview(0, "")
+        return Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
 
-    @hookimpl(wrapper=True)
-    def kproxy_explain(
-        self, questions: Sequence[values.Question], live: bool
-    ) -> Generator[None, Sequence[values.KernelSide], Sequence[values.KernelSide]]:
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         """Return the base's rules, behind the map elements that programs use for local sockets."""
-        rules = yield
+        rules = self.base.explain(questions, live=live) or [KernelSide(()) for _ in questions]
         if not live:
             return explain(questions, rules, self._settings, None)
         with pinned_maps(self._settings) as maps:
@@ -132,28 +138,21 @@ class EbpfBackend:
                 return rules
             return explain(questions, rules, self._settings, maps)
 
-    @hookimpl(wrapper=True)
-    def kproxy_traffic(
-        self, family: Family
-    ) -> Generator[None, Sequence[values.Connections], Sequence[values.Connections]]:
-        by_rules = yield
-        return [*by_rules, *self._counts.read(family)]
+    def traffic(self, family: Family) -> Sequence[Connections]:
+        return [*(self.base.traffic(family) or ()), *self._counts.read(family)]
 
-    @hookimpl(wrapper=True)
-    def kproxy_watch(self, damaged: values.Damage) -> Generator[None, bool, bool]:
+    def watch(self, damaged: Damage) -> bool:
         """Watch the programs' links besides the rules."""
-        watches = yield
+        watches = self.base.watch(damaged)
         self._watcher = Watcher(self._look_and_make_room, self._families_served, damaged)
         return watches
 
-    @hookimpl
-    def kproxy_measure(self) -> list[values.Measurement]:
+    def measure(self) -> list[Measurement]:
         attached = self._kernel is not None and not self._look()[1]
         about = "1 while the BPF programs translate local sockets"
-        return [values.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
+        return [*self.base.measure(), Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
 
-    @hookimpl(wrapper=True)
-    def kproxy_close(self) -> Generator[None, None, None]:
+    def close(self) -> None:
         """Close descriptors. The pins keep programs and maps at work."""
         if self._watcher is not None:
             self._watcher.close()
@@ -161,9 +160,9 @@ class EbpfBackend:
             self._compilation.close()
         if self._kernel is not None:
             self._kernel.close()
-        return (yield)
+        self.base.close()
 
-    def _set_up(self, update: values.Update) -> int:
+    def _set_up(self, update: Update) -> int:
         """Have programs choose endpoints for *update*, or none at all. Return the number of elements written.
 
         Programs that an earlier process attached choose from maps that nobody writes until this succeeds.
@@ -190,7 +189,7 @@ class EbpfBackend:
                 log.error("programs may choose removed endpoints", extra={"fields": {"error": str(error)}})
         return 0
 
-    def _start(self, update: values.Update) -> int:
+    def _start(self, update: Update) -> int:
         """Load the programs, fill the maps and attach; nothing that was opened is kept after a failure.
 
         Raises HostError, SyncFailed or OSError.

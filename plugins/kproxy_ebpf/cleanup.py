@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.values import BackendSettings, Leftovers
+from kproxy_core.contract import BackendError, BackendSettings, Leftovers
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel.port import delete_tables, detach_pins, forget_connections, pins_of
 from kproxy_ebpf.settings import read_settings
@@ -22,14 +21,14 @@ def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
         home = pins_of(read_settings(settings))
         removed = delete_tables(dry_run=dry_run)
         if not home.exists():
-            return Leftovers(names.MODE, tuple(removed))
+            return Leftovers(tuple(removed))
         removed += [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
         if not dry_run:
             detach_pins(home / "links", names.KINDS)
             shutil.rmtree(home)
     except (OSError, BackendError) as error:
-        return Leftovers(names.MODE, errors=(str(error),))
-    return Leftovers(names.MODE, tuple(removed))
+        return Leftovers(errors=(str(error),))
+    return Leftovers(tuple(removed))
 
 
 # Leaves local sockets to another mode without changing the address that a late reply bears.
@@ -55,6 +54,6 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
             with suppress(PermissionError):  # No bpf(2) here: a clean-up removes the map.
                 forget_connections(home)
     except (OSError, BackendError) as error:
-        return Leftovers(names.MODE, errors=(str(error),))
+        return Leftovers(errors=(str(error),))
     in_grace = clock() - _since.get(str(home), -GRACE) < GRACE
-    return Leftovers(names.MODE, (*(f"BPF pin {path}" for path in pins), *tables), in_grace=in_grace)
+    return Leftovers((*(f"BPF pin {path}" for path in pins), *tables), in_grace=in_grace)

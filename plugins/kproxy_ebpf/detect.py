@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kproxy_core.contract import BackendError, BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.contract.caveats import sorted_plans
-from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
@@ -42,7 +41,7 @@ def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
     requirements = [*_quick(options)]
     if trial is not None:
         requirements.append(_attach(options))
-    return Detection(names.MODE, tuple(requirements))
+    return Detection(tuple(requirements))
 
 
 def lacking(options: Settings) -> list[str]:

@@ -1,9 +1,9 @@
-"""Serves the hooks `kproxy_explain` and `kproxy_dialled`: the map elements that decide for local sockets."""
+"""Serves `Backend.explain` and the hook `kproxy_dialled`: the map elements that decide for local sockets."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.contract import KernelObject, KernelSide, Question
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.namespaces import in_network_namespaces
 from kproxy_core.model.address import Protocol, family_of, format_socket, is_loopback
@@ -49,7 +49,7 @@ def _frontends(source: Destination, endpoint: Destination) -> Iterator[Destinati
             yield Destination(to, port)
 
 
-# Serves the hook `kproxy_explain`: the map elements that decide for local sockets, in front of the rules.
+# Serves `Backend.explain`: the map elements that decide for local sockets, in front of the rules.
 
 def explain(
     questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: PinnedMaps | None

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from itertools import islice
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import Scope, Update
+from kproxy_core.contract import Scope, SyncFailed, Update
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan

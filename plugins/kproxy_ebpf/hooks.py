@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import (
+from kproxy_core.contract import (
+    Backend,
     BackendSettings,
     Caveat,
     Description,
@@ -11,6 +11,7 @@ from kproxy_core.contract.values import (
     Leftovers,
     Trial,
     Update,
+    hookimpl,
 )
 from kproxy_core.model.address import Protocol
 from kproxy_core.model.service import Destination
@@ -22,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 8),
+        contract=(1, 0),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",
@@ -81,9 +82,7 @@ def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destinatio
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> object | None:
-    if mode != MODE:
-        return None
+def kproxy_make_backend(settings: BackendSettings, base: Backend) -> Backend:
     from kproxy_ebpf.backend import EbpfBackend
 
-    return EbpfBackend(settings)
+    return EbpfBackend(base, settings)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from kproxy_core.contract.values import Preview, Update
+from kproxy_core.contract import Preview, Update
 from kproxy_core.model.address import format_address, format_socket
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import names
@@ -36,7 +36,7 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
         yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"
 
 
-# Serves the hook `kproxy_preview`: the difference between maps and plans.
+# Serves `Backend.preview`: the difference between maps and plans.
 
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations on the maps as comments. Raises SyncFailed."""

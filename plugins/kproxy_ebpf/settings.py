@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from kproxy_core.contract.errors import InvalidOption
-from kproxy_core.contract.values import BackendSettings
+from kproxy_core.contract import BackendSettings, InvalidOption
 
 DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
 

@@ -1,8 +1,8 @@
-"""Serves the hook `kproxy_traffic`: the connections, packets, bytes and handshakes that programs count."""
+"""Serves `Backend.traffic`: the connections, packets, bytes and handshakes that programs count."""
 
 from typing import NamedTuple
 
-from kproxy_core.contract.values import Connections
+from kproxy_core.contract import Connections
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf import names

@@ -7,7 +7,7 @@ syncs only.
 import threading
 from collections.abc import Callable, Iterable
 
-from kproxy_core.contract.values import Damage
+from kproxy_core.contract import Damage
 from kproxy_core.model.address import Family
 
 INTERVAL = 1.0

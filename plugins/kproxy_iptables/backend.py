@@ -4,10 +4,20 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import sync_family
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Connections,
+    Damage,
+    KernelSide,
+    Measurement,
+    Preview,
+    Question,
+    SyncFailed,
+    SyncReport,
+    Update,
+    sync_family,
+)
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
@@ -25,10 +35,10 @@ from kproxy_xtables.variant import find_variant
 log = logging.getLogger("kproxy.iptables")
 
 
-class IptablesBackend:
-    """Programs kube-proxy's chains and rules; see `kproxy_core.contract.hooks` for the contract."""
+class IptablesBackend(Backend):
+    """Programs kube-proxy's chains and rules."""
 
-    def __init__(self, settings: values.BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         self._given = settings
         self._settings = read_settings(settings)
         self._own = OwnProcesses()
@@ -39,8 +49,7 @@ class IptablesBackend:
         """Last commit to nf_tables before the watch."""
         self._counting = Counting(own=self._own)
 
-    @hookimpl
-    def kproxy_begin(self) -> bool:
+    def begin(self) -> bool:
         """Choose a variant of iptables. Raises Unsupported, or SyncFailed while its lock is held."""
         found = open_tables(self._given.families, self._own)
         if not self._given.count_traffic:
@@ -52,11 +61,10 @@ class IptablesBackend:
             family: FamilyState(tables, localhost_node_ports=localhost) for family, tables in found.items()}
         return True
 
-    @hookimpl
-    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
-        """Bring one family's tables to *update*. The first call does what `kproxy_begin` does."""
+    def sync(self, update: Update) -> SyncReport:
+        """Bring one family's tables to *update*. The first call does what `begin` does."""
         if not self._families:
-            self.kproxy_begin()
+            self.begin()
         family = self._families[update.family]
         try:
             with self._counting.during(update) if self._given.count_traffic else nullcontext():
@@ -67,28 +75,22 @@ class IptablesBackend:
             self._generation = read_generation()
         return report
 
-    @hookimpl
-    def kproxy_render(self, update: values.Update) -> str:
+    def render(self, update: Update) -> str:
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
 
-    @hookimpl
-    def kproxy_preview(self, update: values.Update) -> values.Preview:
+    def preview(self, update: Update) -> Preview:
         return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
 
-    @hookimpl
-    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         return explain(questions, self._tables(questions[0].node.family) if live else None)
 
-    @hookimpl
-    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+    def frontends(self, family: Family) -> Sequence[Frontend]:
         return frontends(self._tables(family))
 
-    @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
+    def traffic(self, family: Family) -> Sequence[Connections]:
         return self._counting.read(family)
 
-    @hookimpl
-    def kproxy_watch(self, damaged: values.Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         """Watch our chains, by notifications of nf_tables and by canaries.
 
         A commit between the last sync and the start of the watch is reported as damage.
@@ -100,13 +102,11 @@ class IptablesBackend:
                 damaged(family, "rules changed before the watch started")
         return True
 
-    @hookimpl
-    def kproxy_measure(self) -> list[values.Measurement]:
+    def measure(self) -> list[Measurement]:
         """Return numbers of rules, failures and lock timeouts, and packets counted by the kernel."""
         return list(measurements(self._families.values()))
 
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from functools import partial
 
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import Leftovers
 from kproxy_iptables import names
 from kproxy_iptables.names import NAT
 from kproxy_iptables.skeleton import JUMPS
@@ -65,20 +65,20 @@ def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
 
 # Removal of every trace of the mode: its chains and rules, and those of all versions of kube-proxy.
 
-_clean = partial(clean_up, "iptables", plan_cleanup, counted=names.SERVICE_PREFIXES)
+_clean = partial(clean_up, plan_cleanup, counted=names.SERVICE_PREFIXES)
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
     """Remove all rules from both variants, nf_tables and legacy, and both families, and the counts."""
     rules = _clean(find_variants(), dry_run=dry_run)
-    return Leftovers.merged("iptables", [rules, clean_up_counts("iptables", dry_run=dry_run)])
+    return Leftovers.merged([rules, clean_up_counts("iptables", dry_run=dry_run)])
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove the leftovers of older versions, and all rules from the variant that this node does not use."""
     used, unused = find_used_and_unused()
-    older = clean_up("iptables", plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
-    return Leftovers.merged("iptables", [older, _clean(unused, dry_run=dry_run)])
+    older = clean_up(plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
+    return Leftovers.merged([older, _clean(unused, dry_run=dry_run)])
 
 
 def _has_older(tables: Tables) -> bool:

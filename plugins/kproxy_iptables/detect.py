@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
-from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Trial, Update
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import Attempts, sysctl_finding
 from kproxy_iptables.settings import read_settings
@@ -14,7 +14,6 @@ from kproxy_xtables.tables import Tables
 
 # Requirements of the mode on this node, tried with the programs that it would use.
 
-_MODE = "iptables"
 _FEATURES = (
     requirements.COMMENTS,
     requirements.PORTS,
@@ -49,7 +48,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
             attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
             found += requirements.try_rules(
                 Tables(family, variant), attempts, _FEATURES, ("filter", "mangle"))
-    return Detection(_MODE, tuple(found))
+    return Detection(tuple(found))
 
 
 # Deviations of this mode from the Service API and from other modes. Pure.

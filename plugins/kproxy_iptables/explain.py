@@ -1,4 +1,4 @@
-"""Serves the hook `kproxy_explain`: the rules that packets meet."""
+"""Serves `Backend.explain`: the rules that packets meet."""
 
 import re
 from collections import defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from kproxy_core.contract.values import KernelSide, Question
+from kproxy_core.contract import KernelSide, Question
 from kproxy_core.model.address import Address, Protocol, format_address, is_loopback, parse_address
 from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
 from kproxy_core.plan.service_plan import Frontend

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from kproxy_core.contract.errors import TrustLost
-from kproxy_core.contract.values import SyncReport
+from kproxy_core.contract import SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey

@@ -3,7 +3,7 @@
 import errno
 import logging
 
-from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract import SyncFailed
 from kproxy_core.linux import messages as netlink
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.errors import HostError

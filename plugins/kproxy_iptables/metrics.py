@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.contract.values import Measurement
+from kproxy_core.contract import Measurement
 from kproxy_iptables import names
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.kernel import read_packets

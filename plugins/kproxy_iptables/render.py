@@ -2,7 +2,7 @@
 
 import sys
 
-from kproxy_core.contract.values import Preview, Update
+from kproxy_core.contract import Preview, Update
 from kproxy_iptables import batch, kernel
 from kproxy_iptables.applied import Comparison, Observed
 from kproxy_iptables.kernel import read_facts, read_packets
@@ -11,7 +11,7 @@ from kproxy_iptables.skeleton import Facts, serves_loopback
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 
-# Serves the hook `kproxy_render`: all rules of one family as input for iptables-restore.
+# Serves `Backend.render`: all rules of one family as input for iptables-restore.
 
 
 def render_text(update: Update, *, localhost_node_ports: bool) -> str:
@@ -26,7 +26,7 @@ def comparison_text(comparison: Comparison) -> str:
     return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
 
 
-# Serves the hook `kproxy_preview`: the difference between the tables and the plans, for iptables-restore.
+# Serves `Backend.preview`: the difference between the tables and the plans, for iptables-restore.
 
 def preview(update: Update, *, localhost_node_ports: bool) -> Preview:
     """Return what a resync would write, without the counters that it would create.

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kproxy_core.contract.values import BackendSettings
+from kproxy_core.contract import BackendSettings
 from kproxy_core.model.address import Family
 
 

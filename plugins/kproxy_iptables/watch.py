@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from kproxy_core.contract.values import Damage
+from kproxy_core.contract import Damage
 from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import NETLINK_NETFILTER

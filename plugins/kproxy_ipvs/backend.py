@@ -5,10 +5,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import SyncFailed, Unsupported
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import sync_family
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Connections,
+    Damage,
+    KernelSide,
+    Measurement,
+    Preview,
+    Question,
+    Scope,
+    SyncFailed,
+    SyncReport,
+    Unsupported,
+    Update,
+    sync_family,
+)
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
 from kproxy_core.model.address import Family
@@ -28,10 +40,10 @@ from kproxy_xtables.tables import open_tables
 log = logging.getLogger("kproxy.ipvs")
 
 
-class IpvsBackend:
-    """Programs virtual servers, sets, addresses and rules; see `kproxy_core.contract.hooks`."""
+class IpvsBackend(Backend):
+    """Programs virtual servers, sets, addresses and rules."""
 
-    def __init__(self, settings: values.BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         """Raises Unsupported for settings that this mode does not know."""
         self._given = settings
         self._settings = read_settings(settings)
@@ -40,8 +52,7 @@ class IpvsBackend:
         self._families: dict[Family, FamilyState] = {}
         self._watch: DeviceWatch | None = None
 
-    @hookimpl
-    def kproxy_begin(self) -> bool:
+    def begin(self) -> bool:
         """Try the mode's requirements, load IPVS, and set the sysctls. Raises Unsupported or SyncFailed."""
         tables = open_tables(self._given.families)
         try:
@@ -75,43 +86,36 @@ class IpvsBackend:
         self._servers = servers
         return True
 
-    @hookimpl
-    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
-            self.kproxy_begin()
+            self.begin()
         state = self._families[update.family]
         try:
-            if update.scope is values.Scope.RESYNC:
+            if update.scope is Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
             with self._counting.during(update) if self._given.count_traffic else nullcontext():
                 return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
 
-    @hookimpl
-    def kproxy_render(self, update: values.Update) -> str:
+    def render(self, update: Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
 
-    @hookimpl
-    def kproxy_preview(self, update: values.Update) -> values.Preview:
+    def preview(self, update: Update) -> Preview:
         return preview(update, self._settings)
 
-    @hookimpl
-    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         return explain(questions, self._settings, live=live)
 
-    @hookimpl
-    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+    def frontends(self, family: Family) -> Sequence[Frontend]:
         return frontends(family)
 
-    @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
+    def traffic(self, family: Family) -> Sequence[Connections]:
         return self._counting.read(family)
 
-    @hookimpl
-    def kproxy_watch(self, damaged: values.Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         """Report changes of the device. The kernel announces no others: full syncs find those."""
         try:
             self._watch = DeviceWatch(self._families.values(), damaged)
@@ -119,19 +123,17 @@ class IpvsBackend:
             log.warning(str(error))
         return False
 
-    @hookimpl
-    def kproxy_measure(self) -> list[values.Measurement]:
+    def measure(self) -> list[Measurement]:
         """Return failure counts under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
         return [
-            values.Measurement(
+            Measurement(
                 "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
                 "counter", state.restore_failures, {"ip_family": family.label},
             )
             for family, state in self._families.items()
         ]  # fmt: skip
 
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
         for state in self._families.values():

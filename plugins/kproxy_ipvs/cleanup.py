@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import Leftovers
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Cidr, Family
@@ -117,7 +117,7 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
             entries = {family: sets.read(family) for family in Family}
         except HostError as error:
             if error.errno == errno.EPERM:
-                return Leftovers(_MODE, (), (str(error),))
+                return Leftovers((), (str(error),))
     servers = _attempt(lambda: _servers(excluded, entries, dry_run, own_only))
     found = [servers, _attempt(lambda: _rules(entries, dry_run, own_only))]
     # The device's addresses and the sets' marks tell which virtual servers are this mode's: the next clean-up
@@ -127,15 +127,15 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         found += () if own_only else [_attempt(lambda: _device(dry_run))]
         found += [_attempt(lambda: _sets(kinds, dry_run))] if entries else ()
     found.append(clean_up_counts(_MODE, dry_run=dry_run, ipvs=True))
-    return Leftovers.merged(_MODE, found)
+    return Leftovers.merged(found)
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove objects that only kube-proxy has, and all rules in the unused variant of iptables."""
     used, unused = find_used_and_unused()
-    return Leftovers.merged(_MODE, [
-        clean_up(_MODE, plan_kube_proxy_cleanup, used, dry_run=dry_run),
-        clean_up(_MODE, plan_cleanup, unused, dry_run=dry_run),
+    return Leftovers.merged([
+        clean_up(plan_kube_proxy_cleanup, used, dry_run=dry_run),
+        clean_up(plan_cleanup, unused, dry_run=dry_run),
         _attempt(lambda: _sets(names.OLDER_SETS, dry_run)),
     ])
 
@@ -145,12 +145,12 @@ def _attempt(step: Callable[[], Leftovers]) -> Leftovers:
     try:
         return step()
     except HostError as error:
-        return Leftovers(_MODE, errors=(str(error),))
+        return Leftovers(errors=(str(error),))
 
 
 def _servers(excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers:
     if not connections.SERVERS.exists():
-        return Leftovers(_MODE)
+        return Leftovers()
     deleted: list[DeleteServer] = []
     with VirtualServers() as servers:
         for family in Family:
@@ -163,7 +163,7 @@ def _servers(excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, 
             ]
         if not dry_run:
             servers.write(deleted)
-    return Leftovers(_MODE, tuple(f"virtual server {operation.key}" for operation in deleted))
+    return Leftovers(tuple(f"virtual server {operation.key}" for operation in deleted))
 
 
 def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers:
@@ -175,21 +175,21 @@ def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers
         return not (no_other_objects and tables.variant.nft) or tables.has_chain(*marker)
 
     decide = plan_own_cleanup if own_only else plan_cleanup
-    return clean_up(_MODE, decide, find_variants(), dry_run=dry_run, is_affected=is_affected)
+    return clean_up(decide, find_variants(), dry_run=dry_run, is_affected=is_affected)
 
 
 def _device(dry_run: bool) -> Leftovers:
     if not device.exists():
-        return Leftovers(_MODE)
+        return Leftovers()
     if not dry_run:
         device.delete()
-    return Leftovers(_MODE, (f"interface {names.DEVICE}",))
+    return Leftovers((f"interface {names.DEVICE}",))
 
 
 def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> Leftovers:
     found = sets.existing(kinds)
     failed = {} if dry_run else sets.destroy(found)
     return Leftovers(
-        _MODE, tuple(f"ipset {name}" for name in found if name not in failed),
+        tuple(f"ipset {name}" for name in found if name not in failed),
         tuple(f"ipset {name}: {error}" for name, error in failed.items()),
     )

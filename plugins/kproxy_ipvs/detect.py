@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
+from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, sorted_plans
-from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, kernel_version
@@ -24,7 +24,6 @@ from kproxy_xtables.tables import Tables
 
 # The requirements of the mode, tried with the programs and messages that the mode uses.
 
-_MODE = "ipvs"
 _OLDEST_IPSET = (6, 0)
 _VERSION = re.compile(r"v(\d+)\.(\d+)")
 _CONNTRACK_IN_ONE = (4, 19)
@@ -59,7 +58,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if has_programs and variant is not None:
         for family in settings.families:
             found += _rules(Tables(family, variant), attempts)
-    return Detection(_MODE, tuple(found))
+    return Detection(tuple(found))
 
 
 def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Requirement]:

@@ -1,9 +1,9 @@
-"""Serves the hook `kproxy_explain`: the rules, sets and virtual servers that packets meet."""
+"""Serves `Backend.explain`: the rules, sets and virtual servers that packets meet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract.values import KernelSide, Question
+from kproxy_core.contract import KernelSide, Question
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, Packet, kind_of

@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from kproxy_core.contract.errors import TrustLost
-from kproxy_core.contract.values import SyncReport
+from kproxy_core.contract import SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Family, format_socket
 from kproxy_core.model.node import NodeView

@@ -2,20 +2,27 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    SyncFailed,
+    Trial,
+    Update,
+    hookimpl,
+)
 from kproxy_core.linux.errors import HostError
-
-MODE = "ipvs"
 
 
 @hookimpl
-def kproxy_describe() -> values.Description:
-    return values.Description(
-        mode=MODE,
+def kproxy_describe() -> Description:
+    return Description(
+        mode="ipvs",
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 8),
+        contract=(1, 0),
         preference=10,
         fallback="iptables",
         options=("scheduler", "excludeCIDRs", "strictARP", "tcpTimeout", "tcpFinTimeout", "udpTimeout"),
@@ -25,15 +32,15 @@ def kproxy_describe() -> values.Description:
 
 @hookimpl
 def kproxy_detect(
-    settings: values.BackendSettings, trial: values.Trial | None, load_modules: bool
-) -> values.Detection:
+    settings: BackendSettings, trial: Trial | None, load_modules: bool
+) -> Detection:
     from kproxy_ipvs.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl
-def kproxy_cleanup(settings: values.BackendSettings, dry_run: bool, own_only: bool) -> values.Leftovers:
+def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
     """Delete virtual servers, device, rules and sets of this mode, including kube-proxy's."""
     from kproxy_ipvs.cleanup import cleanup
     from kproxy_ipvs.settings import read_excluded
@@ -42,7 +49,7 @@ def kproxy_cleanup(settings: values.BackendSettings, dry_run: bool, own_only: bo
 
 
 @hookimpl
-def kproxy_retire(settings: values.BackendSettings) -> values.Leftovers:
+def kproxy_retire(settings: BackendSettings) -> Leftovers:
     """Delete all objects of this mode that no connection through IPVS needs."""
     from kproxy_ipvs.retire import retire
     from kproxy_ipvs.settings import read_excluded
@@ -51,7 +58,7 @@ def kproxy_retire(settings: values.BackendSettings) -> values.Leftovers:
 
 
 @hookimpl
-def kproxy_supersede(dry_run: bool) -> values.Leftovers:
+def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete kube-proxy's own objects, and all rules in the iptables variant that the node does not use."""
     from kproxy_ipvs.cleanup import supersede
 
@@ -59,7 +66,7 @@ def kproxy_supersede(dry_run: bool) -> values.Leftovers:
 
 
 @hookimpl
-def kproxy_prepare(settings: values.BackendSettings) -> None:
+def kproxy_prepare(settings: BackendSettings) -> None:
     """Load the kernel modules and set the sysctls, which need all privileges."""
     from kproxy_ipvs.kernel.requirements import ensure_settings, load_modules
     from kproxy_ipvs.settings import read_settings
@@ -73,7 +80,7 @@ def kproxy_prepare(settings: values.BackendSettings) -> None:
 
 
 @hookimpl
-def kproxy_caveats(update: values.Update, settings: values.BackendSettings) -> Sequence[values.Caveat]:
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Return the deviations of IPVS: node ports, affinity, scheduling."""
     from kproxy_ipvs.detect import caveats
     from kproxy_ipvs.settings import read_settings
@@ -82,9 +89,7 @@ def kproxy_caveats(update: values.Update, settings: values.BackendSettings) -> S
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: values.BackendSettings) -> values.Backend | None:
-    if mode != MODE:
-        return None
+def kproxy_make_backend(settings: BackendSettings) -> Backend:
     from kproxy_ipvs.backend import IpvsBackend
 
     return IpvsBackend(settings)

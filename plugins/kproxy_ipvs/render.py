@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.contract.values import Preview, Update
+from kproxy_core.contract import Preview, Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_ipvs import batch, names, skeleton
 from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
@@ -89,7 +89,7 @@ def _scheduling(of: Scheduling) -> str:
     return f"-s {of.scheduler}{flags}"
 
 
-# Serves the hook `kproxy_preview`: the difference between the kernel and the plans, as text.
+# Serves `Backend.preview`: the difference between the kernel and the plans, as text.
 
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations of a resync. Raises HostError, or NoVariant without iptables."""

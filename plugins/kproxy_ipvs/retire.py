@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import Leftovers
 from kproxy_core.linux import conntrack, programs
 from kproxy_core.linux.addresses import default_source_address
 from kproxy_core.linux.conntrack import Flow
@@ -55,7 +55,7 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
     errors: list[str] = []
     waiting = 0
     if not connections.SERVERS.exists() or not programs.find("ipset"):
-        return Leftovers("ipvs")
+        return Leftovers()
     try:
         with VirtualServers() as servers:
             for family in Family:
@@ -70,7 +70,7 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
                     errors.append(str(error))
     except HostError as error:
         errors.append(str(error))
-    return Leftovers("ipvs", tuple(removed), tuple(errors), waiting)
+    return Leftovers(tuple(removed), tuple(errors), waiting)
 
 
 class _Retirement:

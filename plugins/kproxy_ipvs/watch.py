@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.contract.values import Damage
+from kproxy_core.contract import Damage
 from kproxy_core.linux import addresses
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, attributes, messages, text

@@ -8,7 +8,7 @@ outlive rules and processes.
 import struct
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.contract.values import Connections
+from kproxy_core.contract import Connections
 from kproxy_core.linux.nft_rules import (
     ADDRESS,
     DESTINATION_PORT,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from kproxy_core.contract.values import Connections, Leftovers, Scope, Update
+from kproxy_core.contract import Connections, Leftovers, Scope, Update
 from kproxy_core.linux import messages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import text_attribute
@@ -146,7 +146,7 @@ def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftover
             removed += delete_table(counting.counting_table(family, ipvs=ipvs), dry_run=dry_run)
         except HostError as error:
             errors.append(f"{mode}: {error}")
-    return Leftovers(mode, tuple(removed), tuple(errors))
+    return Leftovers(tuple(removed), tuple(errors))
 
 
 def delete_table(table: Table, *, dry_run: bool) -> list[str]:

@@ -3,10 +3,20 @@
 import logging
 from collections.abc import Sequence
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import Unsupported
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import Connections, sync_family
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Connections,
+    Damage,
+    KernelSide,
+    Measurement,
+    Preview,
+    Question,
+    SyncReport,
+    Unsupported,
+    Update,
+    sync_family,
+)
 from kproxy_core.linux import process
 from kproxy_core.linux.nftables import CommitWatch
 from kproxy_core.model.address import Family
@@ -19,7 +29,7 @@ from kproxy_nftables.names import REFUSED
 from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import watch
 
-# Serves the hook `kproxy_traffic`: the counters of the sets that rules fill.
+# Serves `Backend.traffic`: the counters of the sets that rules fill.
 
 
 def connections(family: Family) -> list[Connections]:
@@ -36,13 +46,13 @@ def connections(family: Family) -> list[Connections]:
 log = logging.getLogger("kproxy.nftables")
 
 
-class NftablesBackend:
-    """Programs one table for each IP family; see `kproxy_core.contract.hooks` for the contract.
+class NftablesBackend(Backend):
+    """Programs one table for each IP family.
 
     What only answers questions is imported with the first of these.
     """
 
-    def __init__(self, settings: values.BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         """Raises InvalidOption."""
         self._kernel = Kernel()
         self._extras = read_settings(settings)
@@ -51,8 +61,7 @@ class NftablesBackend:
         self._watch: CommitWatch | None = None
         self._generation = 0
 
-    @hookimpl
-    def kproxy_begin(self) -> bool:
+    def begin(self) -> bool:
         """Check that the kernel accepts the rules' features. Raises Unsupported.
 
         A flowtable is no requirement: without it packets take the ordinary way.
@@ -73,22 +82,19 @@ class NftablesBackend:
     def _new_states(self, families: Sequence[Family], *, owned: bool = False) -> dict[Family, FamilyState]:
         return {family: FamilyState(family, self._kernel, self._extras, owned=owned) for family in families}
 
-    @hookimpl
-    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         report = sync_family(self._states[update.family], update)
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report
 
-    @hookimpl
-    def kproxy_render(self, update: values.Update) -> str:
+    def render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""
         from kproxy_nftables.render import render_text
 
         return render_text(update, self._extras)
 
-    @hookimpl
-    def kproxy_check_text(self, update: values.Update) -> str:
+    def check_text(self, update: Update) -> str:
         """Have libnftables check the table in an empty network namespace.
 
         Without the flowtable: its devices are the node's, and a kernel that has none serves without it.
@@ -98,31 +104,26 @@ class NftablesBackend:
 
         return complaint(render_text(update, self._extras._replace(flowtable=())))
 
-    @hookimpl
-    def kproxy_preview(self, update: values.Update) -> values.Preview:
+    def preview(self, update: Update) -> Preview:
         from kproxy_nftables.render import preview
 
         return preview(update, self._extras, may_own=self._may_own)
 
-    @hookimpl
-    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         from kproxy_nftables.explain import explain
 
         return explain(questions, live=live)
 
-    @hookimpl
-    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+    def frontends(self, family: Family) -> Sequence[Frontend]:
         from kproxy_nftables.explain import frontends
 
         return frontends(family)
 
-    @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
+    def traffic(self, family: Family) -> Sequence[Connections]:
 
         return connections(family)
 
-    @hookimpl
-    def kproxy_watch(self, damaged: values.Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
             self._watch = watch(self._kernel.own_ports, damaged)
@@ -134,10 +135,9 @@ class NftablesBackend:
                 damaged(family, "rules changed while the watch began")
         return True
 
-    @hookimpl
-    def kproxy_measure(self) -> list[values.Measurement]:
+    def measure(self) -> list[Measurement]:
         return [
-            values.Measurement(
+            Measurement(
                 "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
                 "Failures to delete unreferenced chains, maps and sets", "counter",
                 state.cleanup_failures, {"ip_family": family.label},
@@ -145,8 +145,7 @@ class NftablesBackend:
             for family, state in self._states.items()
         ]  # fmt: skip
 
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
         self._kernel.close()

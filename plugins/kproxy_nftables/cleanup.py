@@ -1,7 +1,6 @@
 """Removal of every trace of the mode: our tables, and those of kube-proxy's nftables mode."""
 
-from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import BackendError, Leftovers
 from kproxy_core.linux.nft_tables import Table
 from kproxy_core.model.address import Family
 from kproxy_nftables.kernel import Kernel
@@ -29,7 +28,7 @@ def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
                 (family, name) for family in Family for name in names if kernel.has_table(family, name)
             ]
         except BackendError as error:
-            return Leftovers("nftables", errors=(str(error),))
+            return Leftovers(errors=(str(error),))
         for family, name in present:
             table = f"table {family.ip} {name}"
             try:
@@ -38,4 +37,4 @@ def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
                 removed.append(table)
             except BackendError as error:
                 errors.append(f"{table}: {error}")
-    return Leftovers("nftables", tuple(removed), tuple(errors))
+    return Leftovers(tuple(removed), tuple(errors))

@@ -7,9 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, SyncFailed, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.linux import process
 from kproxy_core.linux.modules import Modules, kernel_version
 from kproxy_core.linux.nft_rules import (
@@ -178,7 +177,6 @@ def is_permission(refused: SyncFailed) -> bool:
 
 _Run = Callable[[Sequence[Command]], None]
 
-_MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)
 """Required by kube-proxy 1.36 (pkg/proxy/nftables/proxier.go); distributions backport to older ones."""
 _BASE = ("nfnetlink", "nf_tables")
@@ -225,7 +223,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
                 "any process can change the rules, and kproxy repairs them"))
     finally:
         kernel.close()
-    return Detection(_MODE, (_version(rules), _privilege(allowed), *rules, *optional))
+    return Detection((_version(rules), _privilege(allowed), *rules, *optional))
 
 
 def _tried(

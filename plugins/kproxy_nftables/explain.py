@@ -1,12 +1,11 @@
-"""Serves the hook `kproxy_explain`: the rules and elements that packets meet, kube-proxy's table included."""
+"""Serves `Backend.explain`: the rules and elements that packets meet, kube-proxy's table included."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.contract import BackendError, KernelObject, KernelSide, Question
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import Crashed, list_table
 from kproxy_core.linux.nft_rules import Rule, rule_text
@@ -65,7 +64,7 @@ def _key(parts: Sequence[str]) -> bytes:
     return b"".join(map(parse_address, parts))
 
 
-# Serves the hook `kproxy_explain`: the rules and elements that packets meet.
+# Serves `Backend.explain`: the rules and elements that packets meet.
 
 _UNREAD = "a rule that kproxy does not write"
 _FEW = 1000

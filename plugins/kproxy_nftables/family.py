@@ -4,8 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract.errors import SyncFailed, TrustLost
-from kproxy_core.contract.values import SyncReport
+from kproxy_core.contract import SyncFailed, SyncReport, TrustLost
 from kproxy_core.linux.nft_tables import (
     Command,
     HeldTable,

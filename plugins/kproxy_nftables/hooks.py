@@ -2,19 +2,26 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract import values
-from kproxy_core.contract.hooks import hookimpl
-
-MODE = "nftables"
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Trial,
+    Update,
+    hookimpl,
+)
 
 
 @hookimpl
-def kproxy_describe() -> values.Description:
+def kproxy_describe() -> Description:
     """Describe the mode. As in kube-proxy, node ports are by default on the primary addresses only."""
-    return values.Description(
-        mode=MODE,
+    return Description(
+        mode="nftables",
         summary="constant nf_tables rules, services in map elements",
-        contract=(1, 8),
+        contract=(1, 0),
         preference=100,
         default_node_port_addresses=("primary",),
         fallback=("iptables", "userspace"),
@@ -24,15 +31,15 @@ def kproxy_describe() -> values.Description:
 
 @hookimpl
 def kproxy_detect(
-    settings: values.BackendSettings, trial: values.Trial | None, load_modules: bool
-) -> values.Detection:
+    settings: BackendSettings, trial: Trial | None, load_modules: bool
+) -> Detection:
     from kproxy_nftables.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> values.Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete our tables and those of kube-proxy's nftables mode."""
     from kproxy_nftables.cleanup import cleanup
 
@@ -40,7 +47,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> values.Leftovers:
 
 
 @hookimpl
-def kproxy_supersede(dry_run: bool) -> values.Leftovers:
+def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete the tables of kube-proxy's nftables mode."""
     from kproxy_nftables.cleanup import supersede
 
@@ -48,16 +55,14 @@ def kproxy_supersede(dry_run: bool) -> values.Leftovers:
 
 
 @hookimpl
-def kproxy_caveats(update: values.Update) -> Sequence[values.Caveat]:
+def kproxy_caveats(update: Update) -> Sequence[Caveat]:
     from kproxy_nftables.detect import caveats
 
     return caveats(update)
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: values.BackendSettings) -> values.Backend | None:
-    if mode != MODE:
-        return None
+def kproxy_make_backend(settings: BackendSettings) -> Backend:
     from kproxy_nftables.backend import NftablesBackend
 
     return NftablesBackend(settings)

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
 
-from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract import SyncFailed, TrustLost
 from kproxy_core.linux import messages as netlink
 from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from kproxy_core.contract.values import Preview, Update
+from kproxy_core.contract import Preview, Update
 from kproxy_core.linux.nft_tables import (
     Replacement,
     commands_text,
@@ -73,7 +73,7 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
     return f"{text} : {value}" if value else text
 
 
-# Serves the hook `kproxy_preview`: the difference between the table and the plans, as nft commands.
+# Serves `Backend.preview`: the difference between the table and the plans, as nft commands.
 
 def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
     """Return the operations of a resync; *may_own*: see `BackendSettings.own_tables`. Raises BackendError."""

@@ -1,7 +1,6 @@
 """The options of the mode, under ``kproxy.backendOptions.nftables`` of the configuration file."""
 
-from kproxy_core.contract.errors import InvalidOption
-from kproxy_core.contract.values import BackendSettings
+from kproxy_core.contract import BackendSettings, InvalidOption
 from kproxy_core.model.node import is_interface_name
 from kproxy_nftables.skeleton import Extras
 

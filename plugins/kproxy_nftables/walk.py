@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kproxy_core.contract.values import KernelObject, KernelSide
+from kproxy_core.contract import KernelObject, KernelSide
 from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination

@@ -5,7 +5,7 @@ Our own commits are filtered out in the kernel, so they do not wake an idle prox
 
 from collections.abc import Collection
 
-from kproxy_core.contract.values import Damage
+from kproxy_core.contract import Damage
 from kproxy_core.linux.nftables import Commit, CommitWatch
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import TABLE

@@ -2,10 +2,21 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract import values
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import sync_family
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Connections,
+    Damage,
+    KernelSide,
+    Leftovers,
+    Measurement,
+    Preview,
+    Question,
+    SyncFailed,
+    SyncReport,
+    Update,
+    sync_family,
+)
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
@@ -23,10 +34,10 @@ from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.watch import Watch
 
 
-class UserspaceBackend:
-    """Relays all traffic itself; see `kproxy_core.contract.hooks` for the contract."""
+class UserspaceBackend(Backend):
+    """Relays all traffic itself."""
 
-    def __init__(self, settings: values.BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         """Raises InvalidOption."""
         self._served = settings.families
         self._settings = read_settings(settings)
@@ -37,15 +48,13 @@ class UserspaceBackend:
         self._watch: Watch | None = None
         self._retirement: Retirement | None = None
 
-    @hookimpl
-    def kproxy_begin(self) -> bool:
+    def begin(self) -> bool:
         """Choose between iptables and netlink for each family. Raises Unsupported or SyncFailed."""
         for family in self._served:
             self._state_of(family)
         return True
 
-    @hookimpl
-    def kproxy_sync(self, update: values.Update) -> values.SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         """Bring one family's relays and portals to *update*. Raises Unsupported at the first call."""
         family = self._state_of(update.family)
         try:
@@ -53,47 +62,38 @@ class UserspaceBackend:
         except HostError as error:
             raise SyncFailed(str(error)) from error
 
-    @hookimpl
-    def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
+    def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         state = self._families.get(family)
         return frozenset() if state is None else state.listening_ports(key)
 
-    @hookimpl
-    def kproxy_render(self, update: values.Update) -> str:
+    def render(self, update: Update) -> str:
         return render_text(update, self._settings)
 
-    @hookimpl
-    def kproxy_check_text(self, update: values.Update) -> str | None:
+    def check_text(self, update: Update) -> str | None:
         return complaint_about(update, self._settings)
 
-    @hookimpl
-    def kproxy_preview(self, update: values.Update) -> values.Preview:
+    def preview(self, update: Update) -> Preview:
         return preview(update, self._settings)
 
-    @hookimpl
-    def kproxy_explain(self, questions: Sequence[values.Question], live: bool) -> Sequence[values.KernelSide]:
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         state = self._families.get(questions[0].node.family)
         relays = {} if state is None else state.relays_by_port()
         return explain(questions, self._settings, relays, self._workers.kept, live=live)
 
-    @hookimpl
-    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+    def frontends(self, family: Family) -> Sequence[Frontend]:
         return frontends(family)
 
-    @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[values.Connections]:
+    def traffic(self, family: Family) -> Sequence[Connections]:
         state = self._families.get(family)
         return self._traffic.read(family, frozenset() if state is None else state.refusing_ports())
 
-    @hookimpl
-    def kproxy_watch(self, damaged: values.Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
         self._watch = Watch(self._families, self._workers, damaged, seconds, self._own)
         return True
 
-    @hookimpl
-    def kproxy_retire(self) -> values.Leftovers:
+    def retire(self) -> Leftovers:
         self._unwatch()
         if self._retirement is None:
             self._retirement = Retirement(
@@ -101,13 +101,11 @@ class UserspaceBackend:
             )
         return self._retirement.advance()
 
-    @hookimpl
-    def kproxy_measure(self) -> Sequence[values.Measurement]:
+    def measure(self) -> Sequence[Measurement]:
         unserved = sum(len(family.unserved) for family in list(self._families.values()))
         return measurements(self._workers.count, unserved)
 
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def close(self) -> None:
         """Close every connection, port and portal."""
         self._unwatch()
         # Portals first: later clients reach the next process, or another mode, when they repeat their SYN.

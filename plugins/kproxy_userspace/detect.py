@@ -5,8 +5,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
-from kproxy_core.contract.values import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import Attempts, problem_of
 from kproxy_core.model.address import Address, Family, Protocol, format_address
@@ -19,7 +19,6 @@ from kproxy_xtables.tables import Tables
 
 # Requirements of the mode, tried with the programs that it would use.
 
-_MODE = "userspace"
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
 _FEATURES = (
     requirements.COMMENTS,
@@ -40,7 +39,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     options = read_settings(settings)
     if options.listen is not None:
         where = format_address(options.listen)
-        return Detection(_MODE, (Requirement("an address", True, f"ports at {where}, no portals"),))
+        return Detection((Requirement("an address", True, f"ports at {where}, no portals"),))
     modules = Modules(requirements.KERNEL_OPTIONS)
     installed, variant = requirements.check_programs(modules, load_modules=load_modules)
     found = [_rootless(requirements.check_privileges(variant))]
@@ -54,7 +53,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         found += by_iptables
     else:
         found += [_without_iptables(family, attempts) for family in settings.families]
-    return Detection(_MODE, tuple(found))
+    return Detection(tuple(found))
 
 
 def _without_iptables(family: Family, attempts: Attempts) -> Requirement:

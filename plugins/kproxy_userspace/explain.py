@@ -1,10 +1,10 @@
-"""Serves the hook `kproxy_explain`: the portals that packets meet, and the relays behind them."""
+"""Serves `Backend.explain`: the portals that packets meet, and the relays behind them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
-from kproxy_core.contract.values import KernelObject, KernelSide, Question
+from kproxy_core.contract import KernelObject, KernelSide, Question
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own

@@ -7,8 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from kproxy_core.contract.errors import TrustLost
-from kproxy_core.contract.values import SyncReport
+from kproxy_core.contract import SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView

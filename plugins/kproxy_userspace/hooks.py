@@ -2,19 +2,26 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract import values
-from kproxy_core.contract.hooks import hookimpl
-
-MODE = "userspace"
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Trial,
+    Update,
+    hookimpl,
+)
 
 
 @hookimpl
-def kproxy_describe() -> values.Description:
+def kproxy_describe() -> Description:
     """Describe the mode, the last resort: every other one forwards in the kernel."""
-    return values.Description(
-        mode=MODE,
+    return Description(
+        mode="userspace",
         summary="redirects to relays of its own; also without any privileges",
-        contract=(1, 8),
+        contract=(1, 0),
         preference=-100,
         options=(
             "listen", "bindAddress", "portRange", "udpIdleTimeout", "removedEndpoints", "drainTimeout",
@@ -25,15 +32,15 @@ def kproxy_describe() -> values.Description:
 
 @hookimpl
 def kproxy_detect(
-    settings: values.BackendSettings, trial: values.Trial | None, load_modules: bool
-) -> values.Detection:
+    settings: BackendSettings, trial: Trial | None, load_modules: bool
+) -> Detection:
     from kproxy_userspace.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> values.Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete the portals, including kube-proxy's."""
     from kproxy_userspace.cleanup import cleanup
 
@@ -41,7 +48,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> values.Leftovers:
 
 
 @hookimpl
-def kproxy_caveats(update: values.Update, settings: values.BackendSettings) -> Sequence[values.Caveat]:
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Return the limits of relays: hidden client addresses, no traffic policies, no SCTP."""
     from kproxy_userspace.detect import caveats
     from kproxy_userspace.settings import read_settings
@@ -51,9 +58,7 @@ def kproxy_caveats(update: values.Update, settings: values.BackendSettings) -> S
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: values.BackendSettings) -> values.Backend | None:
-    if mode != MODE:
-        return None
+def kproxy_make_backend(settings: BackendSettings) -> Backend:
     from kproxy_userspace.backend import UserspaceBackend
 
     return UserspaceBackend(settings)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kproxy_core.contract.values import Measurement
+from kproxy_core.contract import Measurement
 from kproxy_userspace.worker.counts import GAUGES, Counter
 
 _PREFIX = "kproxy_userspace_"

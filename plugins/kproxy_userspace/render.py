@@ -1,6 +1,6 @@
 """Portals of one family as text, whole or as a start of the process would open them."""
 
-from kproxy_core.contract.values import Preview, Update
+from kproxy_core.contract import Preview, Update
 from kproxy_core.linux.nft_tables import commands_text
 from kproxy_userspace.batch import iptables_rewrite, nft_completion
 from kproxy_userspace.kernel.portals import find_tables
@@ -8,7 +8,7 @@ from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, wanted
 
-# Serves the hooks `kproxy_render` and `kproxy_check_text`: all portals of one family, for people to read.
+# Serves `Backend.render` and `Backend.check_text`: all portals of one family, for people to read.
 
 
 def render_text(update: Update, settings: Settings) -> str:
@@ -39,7 +39,7 @@ def complaint_about(update: Update, settings: Settings) -> str | None:
     return complaint(render_text(update, settings))
 
 
-# Serves the hook `kproxy_preview`: the relays and portals that a process opens when it starts.
+# Serves `Backend.preview`: the relays and portals that a process opens when it starts.
 
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations of a start, with the text of `render_text`."""

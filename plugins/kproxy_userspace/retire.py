@@ -9,8 +9,7 @@ import time
 from collections import Counter as Clients
 from collections.abc import Collection
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import Leftovers, SyncFailed
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Protocol
 from kproxy_userspace.family import GRACE_SECONDS, FamilyState
@@ -57,7 +56,7 @@ class Retirement:
                     errors.append(str(error))
         # Counted last, because clients may just have been accepted.
         waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()
-        return Leftovers("userspace", tuple(removed), tuple(errors), waiting, in_grace)
+        return Leftovers(tuple(removed), tuple(errors), waiting, in_grace)
 
     def _arriving(self, seconds: float, errors: list[str]) -> Clients[Protocol]:
         """Return how many clients are on their way to relays, by protocol. Append problems to *errors*.

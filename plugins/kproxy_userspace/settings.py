@@ -4,8 +4,7 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from kproxy_core.contract.errors import InvalidOption
-from kproxy_core.contract.values import BackendSettings
+from kproxy_core.contract import BackendSettings, InvalidOption
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
 from kproxy_core.model.duration import Duration
 from kproxy_userspace.worker.wire import WorkerSettings

@@ -1,4 +1,4 @@
-"""Serves the hook `kproxy_traffic`: connections that relays report, and UDP flows that have no endpoint."""
+"""Serves `Backend.traffic`: connections that relays report, and UDP flows that have no endpoint."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from itertools import repeat
 from operator import add
 from uuid import uuid4
 
-from kproxy_core.contract.values import Connections, Failure, Handshake
+from kproxy_core.contract import Connections, Failure, Handshake
 from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend

@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import Damage
+from kproxy_core.contract import Damage, SyncFailed
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.nftables import Change, Commit, CommitWatch, Kind
 from kproxy_core.linux.process import cpu_seconds

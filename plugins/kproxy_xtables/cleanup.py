@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from kproxy_core.contract.values import Leftovers
+from kproxy_core.contract import Leftovers
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_xtables.removal import Removal, describe, kubernetes_rules, restore_inputs
@@ -12,7 +12,7 @@ from kproxy_xtables.variant import Variant
 
 
 def clean_up(
-    mode: str, decide: Callable[[RulesByChain], Removal], variants: Iterable[Variant], *, dry_run: bool,
+    decide: Callable[[RulesByChain], Removal], variants: Iterable[Variant], *, dry_run: bool,
     counted: Collection[str] = (), is_affected: Callable[[Tables], bool] = lambda _: True,
 ) -> Leftovers:
     """Remove the chains and rules that *decide* selects. A failure in one family does not affect the others.
@@ -35,7 +35,7 @@ def clean_up(
             continue
         removed += [f"{tables.program}: {line}" for line in describe(removal, counted)]
         errors += [f"{tables.program}: {reason}" for reason in removal.kept]
-    return Leftovers(mode, tuple(removed), tuple(errors))
+    return Leftovers(tuple(removed), tuple(errors))
 
 
 def apply_removal(removal: Removal, tables: Tables) -> None:

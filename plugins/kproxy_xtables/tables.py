@@ -5,7 +5,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
-from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.contract import SyncFailed, Unsupported
 from kproxy_core.linux import messages, programs
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import (

@@ -7,7 +7,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from kproxy_core.contract.values import KernelObject
+from kproxy_core.contract import KernelObject
 from kproxy_core.model import address as addresses
 from kproxy_core.model.address import Address, format_address, parse_network
 from kproxy_core.model.node import NodeView

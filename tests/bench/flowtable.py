@@ -72,8 +72,8 @@ def _program(way: str) -> None:
     here = node_view("node1", pods="198.51.100.0/24", service_cidrs="10.96.0.0/16")
     wanted = plans(
         here, service("web", "80", ip=VIP[0]), endpoint_slice("web", endpoint(ENDPOINT[0]), ports=("8080",)))
-    backend.kproxy_sync(full_update(here, wanted))
-    backend.kproxy_close()
+    backend.sync(full_update(here, wanted))
+    backend.close()
 
 
 def _throughput(client: Namespace, listener: socket.socket, to: tuple[str, int]) -> float:

@@ -6,8 +6,8 @@ from functools import partial
 import pluggy
 
 from kproxy_core.contract import hooks
-from kproxy_core.contract.calls import BackendInstance, HookCalls
-from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.backend import Backend
+from kproxy_core.contract.calls import BackendInstance, CoreSync, HookCalls
 from kproxy_core.contract.values import BackendSettings, Damage, Scope, SyncReport, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
@@ -42,7 +42,7 @@ class Clock:
         return self.now
 
 
-class RecordingBackend:
+class RecordingBackend(Backend):
     """A backend that holds plans as a kernel would, and fails on demand.
 
     `problems` are raised by the next syncs, one each; `unserved` can't be served, `degraded` is
@@ -64,8 +64,7 @@ class RecordingBackend:
         self.seconds = 0.0
         self._clock = clock
 
-    @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         self._clock.now += self.seconds
         problem = self.problems.pop(0) if self.problems else None
         copy = Update(
@@ -88,8 +87,7 @@ class RecordingBackend:
         operations = len(update.changed) if self.operations is None else self.operations
         return SyncReport(operations=operations, unserved=dict(self.unserved), degraded=self.degraded)
 
-    @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         assert self.damaged is None, "watched twice"
         self.damaged = damaged
         return self.watches
@@ -136,12 +134,13 @@ class RecordingCleaner:
         self.under_way.append((family, deletion))
 
 
-def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
+def instance_of(backend: Backend, families: Sequence[Family]) -> BackendInstance:
     """Return the core's handle of *backend*."""
     manager = pluggy.PluginManager(hooks.PROJECT)
     manager.add_hookspecs(hooks)
-    manager.register(backend)
-    return BackendInstance("test", BackendSettings(tuple(families)), (backend,), manager, HookCalls())
+    manager.register(CoreSync())
+    settings = BackendSettings(tuple(families))
+    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls())
 
 
 class Rig:
@@ -155,7 +154,7 @@ class Rig:
         settings: NodeSettings | None = None,
         addresses: Iterable[Address] = (),
         all_synced: Callable[[], None] = lambda: None,
-        backend: object = None,
+        backend: Backend | None = None,
         instance: BackendInstance | None = None,
     ) -> None:
         """*backend*, or the one of *instance*, replaces the recording one."""
@@ -210,7 +209,7 @@ class Rig:
             updates += self.turn()
         raise AssertionError("the loop does not come to rest")
 
-    def serve_with(self, backend: object, settings: NodeSettings) -> None:
+    def serve_with(self, backend: Backend, settings: NodeSettings) -> None:
         """Hand over to *backend*, as a switch of modes does, and run a turn."""
         self.loop.hold()
         self.loop.serve_with(

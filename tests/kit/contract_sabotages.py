@@ -3,12 +3,22 @@
 import itertools
 import threading
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import BackendSettings, Caveat, Damage, Leftovers, Scope, SyncReport, Update
+from kproxy_core.contract import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Damage,
+    Leftovers,
+    Scope,
+    SyncFailed,
+    SyncReport,
+    Update,
+    hookimpl,
+)
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from tests.kit.sabotage import Sabotage, nft
@@ -16,14 +26,18 @@ from tests.kit.sabotage import Sabotage, nft
 Synced = Generator[None, SyncReport, SyncReport]
 
 
-class ServesEveryMode(Sabotage):
-    check, words = "describes-itself", "made a backend for mode not-plain"
+class MakesOneForAll(Sabotage):
+    check, words = "describes-itself", "returned the same backend twice"
 
-    @hookimpl(trylast=True)
-    def kproxy_make_backend(self, settings: BackendSettings) -> object:
-        from kproxy_plain.backend import PlainBackend
+    def be_loaded(self) -> None:
+        self._made: Backend | None = None
 
-        return PlainBackend(settings.families, settings.masquerade_bit)
+    @hookimpl(wrapper=True)
+    def kproxy_make_backend(self) -> Generator[None, Backend, Backend]:
+        made = yield
+        if self._made is None:
+            self._made = made
+        return self._made
 
 
 class ImportsMuch(Sabotage):
@@ -33,10 +47,6 @@ class ImportsMuch(Sabotage):
         import asyncio
 
         del asyncio
-
-    @hookimpl
-    def kproxy_close(self) -> None:
-        """Only so that there is a hook."""
 
 
 class DetectsWithATrace(Sabotage):
@@ -57,21 +67,24 @@ class WarnsOfNobody(Sabotage):
 
 
 class RendersWithATrace(Sabotage):
-    check, words = "renders-without-a-trace", "kproxy_render changed the kernel"
+    check, words = "renders-without-a-trace", r"render\(\) changed the kernel"
 
-    @hookimpl(wrapper=True)
-    def kproxy_render(self) -> Generator[None, str, str]:
-        nft("add table ip trace")
-        return (yield)
+    def spoil(self, backend: Any) -> None:
+        render = backend.render
+
+        def with_a_trace(update: Update) -> object:
+            nft("add table ip trace")
+            return render(update)
+
+        backend.render = with_a_trace
 
 
 class RendersAtRandom(Sabotage):
     check, words = "renders-the-same-anywhere", "not the same in two processes"
 
-    @hookimpl(wrapper=True)
-    def kproxy_render(self) -> Generator[None, str, str]:
-        text = yield
-        return f"{text}# {hash('any text')}\n"
+    def spoil(self, backend: Any) -> None:
+        render = backend.render
+        backend.render = lambda update: f"{render(update)}# {hash('any text')}\n"
 
 
 class AlarmsItself(Sabotage):
@@ -80,14 +93,16 @@ class AlarmsItself(Sabotage):
     def __init__(self) -> None:
         self._damaged: Damage | None = None
 
-    @hookimpl(tryfirst=True)
-    def kproxy_watch(self, damaged: Damage) -> bool:
-        self._damaged = damaged
-        return True
-
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def spoil(self, backend: Any) -> None:
         self._damaged = None
+        watch = backend.watch
+
+        def watch_all(damaged: Damage) -> bool:
+            watch(damaged)
+            self._damaged = damaged
+            return True
+
+        backend.watch = watch_all
 
     @hookimpl(tryfirst=True)
     def kproxy_sync(self, update: Update) -> None:
@@ -96,11 +111,10 @@ class AlarmsItself(Sabotage):
 
 
 class TakesSomeAlong(Sabotage):
-    check, words = "close-leaves-the-kernel-alone", "kproxy_close changed the kernel:\n- "
+    check, words = "close-leaves-the-kernel-alone", r"close\(\) changed the kernel:\n- "
 
-    @hookimpl(tryfirst=True)
-    def kproxy_close(self) -> None:
-        nft("delete table ip6 kproxy-plain")
+    def spoil(self, backend: Any) -> None:
+        backend.close = lambda: nft("delete table ip6 kproxy-plain")
 
 
 class LeavesAThread(Sabotage):
@@ -109,11 +123,16 @@ class LeavesAThread(Sabotage):
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
-    @hookimpl(tryfirst=True)
-    def kproxy_watch(self) -> None:
-        forgotten = threading.Timer(3600, lambda: None)
-        forgotten.name, forgotten.daemon = f"forgotten {next(self._numbers)}", True
-        forgotten.start()
+    def spoil(self, backend: Any) -> None:
+        watch = backend.watch
+
+        def watch_for_long(damaged: Damage) -> object:
+            forgotten = threading.Timer(3600, lambda: None)
+            forgotten.name, forgotten.daemon = f"forgotten {next(self._numbers)}", True
+            forgotten.start()
+            return watch(damaged)
+
+        backend.watch = watch_for_long
 
 
 class PretendsLess(Sabotage):
@@ -131,13 +150,13 @@ class CleansWhatNeverWas(Sabotage):
     def be_loaded(self) -> None:
         self._ran = False
 
-    @hookimpl(tryfirst=True)
-    def kproxy_make_backend(self) -> None:
+    @hookimpl(tryfirst=True, specname="kproxy_make_backend")
+    def start_over(self) -> None:
         self._ran = True
 
     @hookimpl
     def kproxy_cleanup(self) -> Leftovers:
-        return Leftovers("plain", () if self._ran else ("phantom",))
+        return Leftovers(() if self._ran else ("phantom",))
 
 
 class SparesTheWrongOnes(Sabotage):
@@ -145,7 +164,7 @@ class SparesTheWrongOnes(Sabotage):
 
     @hookimpl
     def kproxy_cleanup(self, own_only: bool) -> Leftovers:
-        return Leftovers("plain", ("table ip theirs",) if own_only else ())
+        return Leftovers(("table ip theirs",) if own_only else ())
 
 
 class TouchesOthers(Sabotage):
@@ -161,7 +180,7 @@ class CanNotRetire(Sabotage):
 
     @hookimpl
     def kproxy_retire(self) -> Leftovers:
-        return Leftovers("plain", errors=("it is not that easy",))
+        return Leftovers(errors=("it is not that easy",))
 
 
 # Syncs --------------------------------------------------------------------------------------------
@@ -184,8 +203,8 @@ class AlwaysBusy(Sabotage):
     def __init__(self) -> None:
         self._synced: set[Family] = set()
 
-    @hookimpl(tryfirst=True)
-    def kproxy_make_backend(self) -> None:
+    @hookimpl(tryfirst=True, specname="kproxy_make_backend")
+    def start_over(self) -> None:
         self._synced.clear()
 
     @hookimpl(wrapper=True)
@@ -227,8 +246,8 @@ class BelievesItself(Sabotage):
     def __init__(self) -> None:
         self._last: dict[Family, object] = {}
 
-    @hookimpl(tryfirst=True)
-    def kproxy_make_backend(self) -> None:
+    @hookimpl(tryfirst=True, specname="kproxy_make_backend")
+    def start_over(self) -> None:
         self._last.clear()
 
     @hookimpl(tryfirst=True)
@@ -271,8 +290,8 @@ class RemembersFailures(Sabotage):
     def __init__(self) -> None:
         self._failed = False
 
-    @hookimpl(tryfirst=True)
-    def kproxy_make_backend(self) -> None:
+    @hookimpl(tryfirst=True, specname="kproxy_make_backend")
+    def start_over(self) -> None:
         self._failed = False
 
     @hookimpl(tryfirst=True, specname="kproxy_sync")
@@ -319,8 +338,8 @@ class ConfusesFamilies(Sabotage):
 class WantsBothFamilies(Sabotage):
     check, words = "one-family-is-enough", "must be two"
 
-    @hookimpl(tryfirst=True)
-    def kproxy_make_backend(self, settings: BackendSettings) -> None:
+    @hookimpl(tryfirst=True, specname="kproxy_make_backend")
+    def start_over(self, settings: BackendSettings) -> None:
         if len(settings.families) != 2:
             raise ValueError("families: must be two")
 
@@ -358,7 +377,7 @@ class LeavesAChain(Sabotage):
 
 
 QUESTIONS: tuple[Sabotage, ...] = (
-    ServesEveryMode(),
+    MakesOneForAll(),
     ImportsMuch(),
     DetectsWithATrace(),
     WarnsOfNobody(),

@@ -1,6 +1,10 @@
-"""Sabotages of the example backend: plugins without a mode that wrap or replace hooks."""
+"""Sabotages of the example backend: plugins without a mode that wrap or replace hooks and methods."""
 
 import subprocess
+from collections.abc import Generator
+from typing import Any
+
+from kproxy_core.contract import Backend, hookimpl
 
 
 def nft(text: str) -> None:
@@ -18,3 +22,12 @@ class Sabotage:
 
     def be_loaded(self) -> None:
         """Act when the plugin is imported."""
+
+    @hookimpl(wrapper=True)
+    def kproxy_make_backend(self) -> Generator[None, Backend, Backend]:
+        made = yield
+        self.spoil(made)
+        return made
+
+    def spoil(self, backend: Any) -> None:
+        """Replace methods of a new backend."""

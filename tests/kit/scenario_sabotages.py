@@ -1,13 +1,12 @@
 """Backends that send packets astray, each of which one scenario must notice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import structs
 from msgspec.structs import force_setattr, replace
 
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import Connections, KernelSide, Leftovers, Question, Update
+from kproxy_core.contract import KernelSide, Leftovers, Update, hookimpl
 from kproxy_core.model.address import Protocol
 from kproxy_core.plan.fate import Fate, Outcome
 from kproxy_core.plan.service_plan import ServicePlan
@@ -38,9 +37,8 @@ class OtherPlans(Sabotage):
 class LosesConnections(Sabotage):
     check, words = "counted-connections", "the backend counted {}"
 
-    @hookimpl(tryfirst=True)
-    def kproxy_traffic(self) -> list[Connections]:
-        return []
+    def spoil(self, backend: Any) -> None:
+        backend.traffic = lambda family: []
 
 
 class MasqueradesPods(Sabotage):
@@ -62,9 +60,8 @@ class KeepsDeletedServices(Sabotage):
 class TakesAllAlong(Sabotage):
     check, words = "proxy-restart", "expected every attempt to be reached"
 
-    @hookimpl(tryfirst=True)
-    def kproxy_close(self) -> None:
-        nft("delete table ip kproxy-plain")
+    def spoil(self, backend: Any) -> None:
+        backend.close = lambda: nft("delete table ip kproxy-plain")
 
 
 class CutsWhenRetiring(Sabotage):
@@ -73,15 +70,15 @@ class CutsWhenRetiring(Sabotage):
     @hookimpl
     def kproxy_retire(self) -> Leftovers:
         nft("table ip cut { chain c { type filter hook forward priority 0; ct state established drop; }; }")
-        return Leftovers("plain")
+        return Leftovers()
 
 
 class ExplainsWrongly(Sabotage):
     check, words = "external-ip", "kproxy explain .* refused, and attempts are reached"
 
-    @hookimpl
-    def kproxy_explain(self, questions: Sequence[Question]) -> list[KernelSide]:
-        return [KernelSide((), Fate(Outcome.REFUSED, "")) for _ in questions]
+    def spoil(self, backend: Any) -> None:
+        backend.explain = lambda questions, *, live: [
+            KernelSide((), Fate(Outcome.REFUSED, "")) for _ in questions]
 
 
 def _but(**changes: Any) -> Change:

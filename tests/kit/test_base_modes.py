@@ -16,7 +16,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 CHECKS = {check.name: check for check in (*lifecycle.CHECKS, *contract.CHECKS)}
 WANTED = Wanted("audited", ("audited",))
 KEEPS_BASE = "keeps-its-base-at-work"
-WRAPPER = "    @hookimpl(wrapper=True)\n    def {hook}("
 
 
 def example() -> str:
@@ -50,34 +49,32 @@ def test_the_documented_mode_passes(directory: Path, check: str) -> None:
     assert problem(check) == ""
 
 
-def replacing(hook: str, base: str, instead: str = "") -> str:
-    """Return the example, with a plain *hook* that has *instead* in place of the call to its *base*."""
-    source, wrapper = example(), WRAPPER.format(hook=hook)
-    assert wrapper in source
+def replacing(base: str, instead: str) -> str:
+    """Return the example, with *instead* in place of the call to its *base*."""
+    source = example()
     assert base in source
-    plain = source.replace(wrapper, wrapper.replace("(wrapper=True)", ""))
-    return plain.replace(base, instead) if instead else plain
+    return source.replace(base, instead)
 
 
-SYNC = (
-    "kproxy_sync", "report = yield",
-    "from kproxy_core.contract.values import SyncReport as R; report = R(0)")
-RENDER = ("kproxy_render", "return (yield) + f", "return f")
+SYNC = "report = self.base.sync(update)", "from kproxy_core.contract import SyncReport as R; report = R(0)"
+RENDER = "return self.base.render(update) + f", "return f"
 
 
-@pytest.mark.parametrize(("hook", "base", "instead", "words"), [
+@pytest.mark.parametrize(("base", "instead", "words"), [
     (*SYNC, "the kernel lacks what nftables alone programs, such as"),
-    (*RENDER, "kproxy_render lacks what nftables alone renders, such as"),
+    (*RENDER, r"render() lacks what nftables alone renders, such as"),
 ])  # fmt: skip
-def test_a_mode_that_replaces_a_hook_of_its_base_is_noticed(
-    directory: Path, hook: str, base: str, instead: str, words: str
+def test_a_mode_that_replaces_a_method_of_its_base_is_noticed(
+    directory: Path, base: str, instead: str, words: str
 ) -> None:
-    (directory / "audited.py").write_text(replacing(hook, base, instead))
+    (directory / "audited.py").write_text(replacing(base, instead))
     assert words in problem(KEEPS_BASE)
 
 
-@pytest.mark.parametrize(("hook", "base"), [SYNC[:2], RENDER[:2]])
-def test_a_hook_that_yields_without_being_a_wrapper_is_told(directory: Path, hook: str, base: str) -> None:
-    (directory / "audited.py").write_text(replacing(hook, base))
-    with pytest.raises(PluginFailed, match=f"{hook} returned a generator: .*wrapper=True"):
+@pytest.mark.parametrize(("base", "instead", "method"), [
+    (SYNC[0], "report = yield", "kproxy_sync"), (RENDER[0], "return (yield) + f", "render"),
+])
+def test_a_method_that_yields_is_told(directory: Path, base: str, instead: str, method: str) -> None:
+    (directory / "audited.py").write_text(replacing(base, instead))
+    with pytest.raises(PluginFailed, match=f"{method} returned a generator: .*wrapper=True"):
         problem(KEEPS_BASE)

@@ -75,13 +75,12 @@ def test_mistakes_of_the_author_are_named(tmp_path: Path) -> None:
 
 def test_a_failure_says_what_must_hold_and_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from kproxy_core.contract.hooks import hookimpl\n"
-        "from kproxy_core.contract.values import SyncReport\n"
+        "from kproxy_core.contract import SyncReport, hookimpl\n"
         "@hookimpl(wrapper=True)\ndef kproxy_sync():\n    yield\n    return SyncReport(0)\n"
     )
     done = pytest_in(
         tmp_path, *PLAIN, "--kproxy-plugin=broken", "-k", "writes-and-reports and IPv4", "-p", "no:warnings"
     )
     assert "What must hold: The first full sync programs what it is given" in done.stdout
-    assert "kproxy_sync reported 0 operations for Services of every kind" in done.stdout
+    assert "sync() reported 0 operations for Services of every kind" in done.stdout
     assert "Traceback" not in done.stdout

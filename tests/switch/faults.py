@@ -1,6 +1,6 @@
-"""An observer plugin that makes a running kproxy fail, or kills it, at a chosen call of a hook.
+"""An observer plugin that makes a running kproxy fail, or kills it, at a chosen call of a hook or of `close`.
 
-The file named by KPROXY_FAULT chooses the call: ``HOOK NUMBER WHAT``, where NUMBER counts calls since the
+The file named by KPROXY_FAULT chooses the call: ``CALL NUMBER WHAT``, where NUMBER counts calls since the
 file was created. WHAT is ``fail`` (that call and the next two), ``restless`` (that sync and all later ones
 report a change) or ``kill``. The file is removed after the fault.
 """
@@ -13,9 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import Backend, BackendSettings, Leftovers, SyncReport, Update
+from kproxy_core.contract import Backend, BackendSettings, Leftovers, SyncFailed, SyncReport, Update, hookimpl
 
 _TIMES = 3
 """Attempts of each step."""
@@ -51,11 +49,17 @@ def _happen(hook: str) -> str:
 
 
 @hookimpl(wrapper=True)
-def kproxy_make_backend(
-    mode: str, settings: BackendSettings
-) -> Generator[None, Backend | None, Backend | None]:
+def kproxy_make_backend() -> Generator[None, Backend, Backend]:
     _happen("kproxy_make_backend")
-    return (yield)
+    backend = yield
+    close = backend.close
+
+    def close_or_not() -> None:
+        _happen("close")
+        close()
+
+    backend.close = close_or_not  # type: ignore[method-assign]
+    return backend
 
 
 @hookimpl(wrapper=True)
@@ -70,12 +74,6 @@ def kproxy_sync(update: Update) -> Generator[None, SyncReport, SyncReport]:
 @hookimpl(wrapper=True)
 def kproxy_retire(settings: BackendSettings) -> Generator[None, list[Leftovers], list[Leftovers]]:
     _happen("kproxy_retire")
-    return (yield)
-
-
-@hookimpl(wrapper=True)
-def kproxy_close() -> Generator[None, None, None]:
-    _happen("kproxy_close")
     return (yield)
 
 

@@ -18,7 +18,7 @@ SYNCS = (1, 2, 5, 6, 7, 8)
 remove it (7, 8); each in two families."""
 STEPS = [
     ("kproxy_make_backend", 1), *(("kproxy_sync", number) for number in SYNCS),
-    ("kproxy_retire", 1), ("kproxy_close", 1), ("kproxy_cleanup", 1),
+    ("kproxy_retire", 1), ("close", 1), ("kproxy_cleanup", 1),
 ]  # fmt: skip
 KILLS = [
     *(("nftables", "iptables", *step) for step in STEPS),

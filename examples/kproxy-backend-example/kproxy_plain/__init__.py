@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import (
+from kproxy_core.contract import (
     Backend,
     BackendSettings,
     Caveat,
@@ -12,18 +11,17 @@ from kproxy_core.contract.values import (
     Leftovers,
     Requirement,
     Update,
+    hookimpl,
 )
-
-MODE = "plain"
 
 
 @hookimpl
 def kproxy_describe() -> Description:
     """Describe the mode. Its node ports are served on the node's own address only."""
     return Description(
-        mode=MODE,
+        mode="plain",
         summary="plain nftables rules, a chain for each service port",
-        contract=(1, 1),
+        contract=(1, 0),
         default_node_port_addresses=("primary",),
     )
 
@@ -35,7 +33,6 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
     problem = try_rules(settings.families)
     return Detection(
-        MODE,
         (
             Requirement(
                 what="nft, and permission to program this kernel",
@@ -68,10 +65,8 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Return the backend if *mode* is ours."""
-    if mode != MODE:
-        return None
+def kproxy_make_backend(settings: BackendSettings) -> Backend:
+    """Return a new backend. It touches the kernel only when it syncs."""
     from kproxy_plain.backend import PlainBackend
 
     return PlainBackend(settings.families, settings.masquerade_bit)

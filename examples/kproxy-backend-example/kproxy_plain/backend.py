@@ -2,25 +2,23 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract.errors import TrustLost
-from kproxy_core.contract.hooks import hookimpl
-from kproxy_core.contract.values import Damage, Scope, SyncReport, Update
-from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.contract import Backend, Family, Scope, ServicePortKey, SyncReport, TrustLost, Update
 from kproxy_plain.rules import Rules, base_rules, count_changes, service_rules, table_text, together
 from kproxy_plain.table import read_table, write_table
 
 
-class PlainBackend:
-    """Remembers what the kernel has acknowledged: the constant rules, and those of each service port."""
+class PlainBackend(Backend):
+    """Remembers what the kernel has acknowledged: the constant rules, and those of each service port.
+
+    It cannot tell what other processes change: the full sync every syncPeriod repairs that.
+    """
 
     def __init__(self, families: Sequence[Family], masquerade_bit: int) -> None:
         self._bit = masquerade_bit
         self._base: dict[Family, Rules] = {}
         self._held: dict[Family, dict[ServicePortKey, Rules]] = {family: {} for family in families}
 
-    @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         """Write the difference to the kernel's rules in a full sync, or else to the remembered ones."""
         family, held = update.family, self._held[update.family]
         base = base_rules(update.node, self._bit)
@@ -48,21 +46,11 @@ class PlainBackend:
         held.update(parts)
         return SyncReport(count_changes(before, after))
 
-    @hookimpl
-    def kproxy_render(self, update: Update) -> str:
+    def render(self, update: Update) -> str:
         """Return the whole table in the syntax of ``nft -f``."""
         return table_text(
             update.family, together([base_rules(update.node, self._bit), *self._rules(update).values()])
         )
-
-    @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
-        """Return False: foreign changes are found by the full sync every syncPeriod."""
-        return False
-
-    @hookimpl
-    def kproxy_close(self) -> None:
-        """Do nothing: no socket is open, and the rules are kept."""
 
     def _rules(self, update: Update) -> dict[ServicePortKey, Rules]:
         return {key: service_rules(plan, update.node, self._bit) for key, plan in update.plans.items()}

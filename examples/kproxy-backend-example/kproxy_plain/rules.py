@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from ipaddress import collapse_addresses, ip_network
 
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    Family,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    ServicePortKey,
+    format_address,
+    format_socket,
+)
 
 TABLE = "kproxy-plain"
 NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}

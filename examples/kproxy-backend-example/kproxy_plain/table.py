@@ -4,10 +4,7 @@ import signal
 import subprocess
 from collections.abc import Iterable
 
-from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import Leftovers
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
+from kproxy_core.contract import Family, Leftovers, NodeView, SyncFailed
 from kproxy_plain.rules import NFT_FAMILY, TABLE, Rules, base_rules, commands, parse_table, table_text
 
 
@@ -51,7 +48,7 @@ def delete_tables(dry_run: bool) -> Leftovers:
                 removed.append(name)
     except SyncFailed as error:
         errors.append(str(error))
-    return Leftovers("plain", tuple(removed), tuple(errors))
+    return Leftovers(tuple(removed), tuple(errors))
 
 
 def _nft(*arguments: str, stdin: str = "") -> str:

@@ -26,10 +26,10 @@ _STEPS = 6
 def full_sync_writes_and_reports(bench: Bench) -> None:
     """The first full sync programs what it is given, and returns a SyncReport that counts it."""
     report = full(bench.subject.start(), bench.family, everything(bench.family))
-    expect(isinstance(report, SyncReport), f"kproxy_sync returned {type(report).__name__}, not SyncReport")
+    expect(isinstance(report, SyncReport), f"sync() returned {type(report).__name__}, not SyncReport")
     expect(
         report.operations > 0,
-        f"kproxy_sync reported {report.operations} operations for Services of every kind",
+        f"sync() reported {report.operations} operations for Services of every kind",
     )
     expect(
         bench.state() != bench.untouched,
@@ -163,7 +163,7 @@ def _refused(sync: partial[SyncReport], bench: Bench, instance: BackendInstance,
         return
     except Exception as error:
         raise Failed(
-            f"kproxy_sync raised {type(error).__name__}, not SyncFailed, when the kernel refused: {error}"
+            f"sync() raised {type(error).__name__}, not SyncFailed, when the kernel refused: {error}"
         ) from error
     bench.settled(instance, plans, "a sync that was refused every privilege reported success, and")
     raise NotApplicable("it needs no privileges, so the kit can't make a sync fail")

@@ -12,6 +12,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.testing.builders import changed_update, full_update
+from kproxy_core.testing.conformance.checks import NotApplicable
 from kproxy_core.testing.conformance.features import ADDRESSES, Plans
 from kproxy_core.testing.network.cgroup import NodeCgroup
 
@@ -44,7 +45,7 @@ class Wanted:
 
 
 _BEGUN: WeakSet[BackendInstance] = WeakSet()
-"""Backends whose kproxy_begin was called."""
+"""Backends whose begin() was called."""
 
 
 class Subject:
@@ -66,7 +67,7 @@ class Subject:
     def end(self, instance: BackendInstance) -> None:
         """Close a backend, as an exiting process would."""
         self._instances.remove(instance)
-        self.registry.close_backend(instance)
+        instance.close()
 
     def end_all(self) -> None:
         """Close all backends. The namespace takes its kernel state along; clean-up removes the rest."""
@@ -91,13 +92,13 @@ class Subject:
 
     def _of_each_layer(self, ask: Callable[[str], Leftovers]) -> Leftovers:
         """Return the answers of the mode and then of its base as one, as the core asks them."""
-        return Leftovers.merged(self.mode, map(ask, reversed(self.registry.layers(self.mode))))
+        return Leftovers.merged(map(ask, reversed(self.registry.layers(self.mode))), self.mode)
 
 
 def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
     """Run a full sync, with plans that are valid only during the call, as the contract says.
 
-    Before the first one, call kproxy_begin.
+    Before the first one, call begin().
     """
     if instance not in _BEGUN:
         instance.begin()
@@ -126,7 +127,11 @@ def change(
 
 
 def render(instance: BackendInstance, family: Family, plans: Plans) -> str:
-    return instance.render(full_update(ADDRESSES[family].view(), plans))
+    """Return the rules as text. Raises NotApplicable if the backend has no such text."""
+    text = instance.render(full_update(ADDRESSES[family].view(), plans))
+    if text is None:
+        raise NotApplicable("render says that there is no text")
+    return text
 
 
 def deaf(family: Family, what: str) -> None:

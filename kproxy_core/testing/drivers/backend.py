@@ -135,7 +135,7 @@ class BackendDriver(Driver):
         with self.node.entered():
             found = self._instance.traffic(Family(family.replace("ip", "IP")))
         if found is None:
-            raise Unavailable("the backend does not implement kproxy_traffic")
+            raise Unavailable("the backend does not count connections")
         sums: Counter[tuple[str, str, int, str]] = Counter()
         for (address, protocol, port), where, number, *_ in found:
             dialled = format_address(address) if address is not None else resolve("node", family)
@@ -170,12 +170,12 @@ class BackendDriver(Driver):
                 self._end_loop()
                 translate_addresses()  # as the mode that serves next
                 self._is_succeeded = True
-            left = Leftovers.merged(self._mode, [
+            left = Leftovers.merged([
                 self.registry.retire(
                     layer, self._backend_settings, instance=self._instance if layer == self._mode else None
                 )
                 for layer in reversed(self.registry.layers(self._mode))
-            ])  # fmt: skip
+            ], self._mode)  # fmt: skip
             if left.errors:
                 raise DriverError(f"kproxy_retire: {'; '.join(left.errors)}")
         if not left.is_needed:
@@ -189,7 +189,7 @@ class BackendDriver(Driver):
             self._end_loop()
         if self._instance is not None:
             with self.node.entered():
-                self.registry.close_backend(self._instance)
+                self._instance.close()
             self._instance = None
 
     def _end_loop(self) -> None:

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 
-from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract import SyncFailed, TrustLost
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.nft_tables import Table
 from kproxy_core.linux.udp_sockets import udp_destruction_problem

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.contract import SyncFailed, Unsupported
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.addresses import read_route
 from kproxy_core.linux.errors import HostError, doing

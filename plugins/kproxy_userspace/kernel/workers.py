@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.contract import SyncFailed
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.counts import GAUGES, Counter, make_counts, open_counts

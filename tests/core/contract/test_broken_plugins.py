@@ -34,10 +34,6 @@ QUESTION = Question(Packet(Origin.NODE, HERE.address, HERE.address, Protocol.TCP
 FAULTY = '''
 import os
 from pathlib import Path
-from kproxy_core.contract import values as a
-from kproxy_core.model.address import *
-from kproxy_core.model.service import *
-from kproxy_core.plan.service_plan import *
 
 FAULTS = Path(os.environ["FAULTS"])
 watched = []
@@ -73,16 +69,16 @@ spec: {clusterIP: 10.96.0.10, ports: [{port: 53, protocol: UDP}]}
 """
 
 QUESTIONS = {
-    "kproxy_detect": 'Detection("faulty", (Requirement("luck", True, "some"),))',
-    "kproxy_cleanup": 'Leftovers("faulty")', "kproxy_retire": 'Leftovers("faulty")',
-    "kproxy_supersede": 'Leftovers("faulty")', "kproxy_caveats": "[]", "kproxy_prepare": "None",
-    "kproxy_dialled": "None", "kproxy_make_backend": "Backend()",
+    "kproxy_detect": 'Detection((Requirement("luck", True, "some"),))',
+    "kproxy_cleanup": 'Leftovers()', "kproxy_retire": 'Leftovers()',
+    "kproxy_supersede": 'Leftovers()', "kproxy_caveats": "[]", "kproxy_prepare": "None",
+    "kproxy_dialled": "None", "kproxy_make_backend": "Made()",
 }
 WORK = {
-    "kproxy_begin": "True", "kproxy_sync": "SyncReport(0)", "kproxy_relays": "frozenset()",
-    "kproxy_render": "'rules'", "kproxy_check_text": "''", "kproxy_preview": "Preview(0, '')",
-    "kproxy_explain": "[]", "kproxy_frontends": "[]", "kproxy_traffic": "[]", "kproxy_watch": "True",
-    "kproxy_measure": "[]", "kproxy_close": "None",
+    "begin": "True", "sync": "SyncReport(0)", "relays": "frozenset()",
+    "render": "'rules'", "check_text": "''", "preview": "Preview(0, '')",
+    "explain": "[]", "frontends": "[]", "traffic": "[]", "watch": "True",
+    "measure": "[]", "close": "None", "retire": "Leftovers()",
 }
 
 
@@ -91,11 +87,11 @@ def faulty() -> str:
     text = f"{describes}{FAULTY}"
     for hook, right in QUESTIONS.items():
         text += f"@hookimpl\ndef {hook}():\n    return answer('{hook}', {right})\n"
-    text += "class Backend:\n"
-    for hook, right in WORK.items():
-        text += f"    @hookimpl\n    def {hook}(self):\n        return answer('{hook}', {right})\n"
-    watching = "kproxy_watch(self, damaged):\n        watched.append(damaged)"
-    return text.replace("kproxy_watch(self):", watching)
+    text += "class Made(Backend):\n"
+    for method, right in WORK.items():
+        text += f"    def {method}(self, *given, **named):\n        return answer('{method}', {right})\n"
+    watching = "watch(self, damaged):\n        watched.append(damaged)"
+    return text.replace("watch(self, *given, **named):", watching)
 
 
 @pytest.fixture
@@ -117,21 +113,21 @@ def made() -> tuple[Registry, BackendInstance]:
 
 
 WORKING: dict[str, Callable[[BackendInstance], object]] = {
-    "kproxy_begin": lambda instance: instance.begin(),
-    "kproxy_sync": lambda instance: instance.sync(UPDATE),
-    "kproxy_render": lambda instance: instance.render(UPDATE),
-    "kproxy_check_text": lambda instance: instance.check_text(UPDATE),
-    "kproxy_preview": lambda instance: instance.preview(UPDATE),
-    "kproxy_explain": lambda instance: instance.explain([QUESTION], live=True),
-    "kproxy_frontends": lambda instance: instance.frontends(Family.IPV4),
-    "kproxy_traffic": lambda instance: instance.traffic(Family.IPV4),
-    "kproxy_relays": lambda instance: instance.relays(Family.IPV4, WEB),
-    "kproxy_watch": lambda instance: instance.watch(lambda family, what: None),
-    "kproxy_measure": lambda instance: instance.measure(),
-    "kproxy_close": lambda instance: instance.close(),
+    "begin": lambda instance: instance.begin(),
+    "sync": lambda instance: instance.sync(UPDATE),
+    "render": lambda instance: instance.render(UPDATE),
+    "check_text": lambda instance: instance.check_text(UPDATE),
+    "preview": lambda instance: instance.preview(UPDATE),
+    "explain": lambda instance: instance.explain([QUESTION], live=True),
+    "frontends": lambda instance: instance.frontends(Family.IPV4),
+    "traffic": lambda instance: instance.traffic(Family.IPV4),
+    "relays": lambda instance: instance.relays(Family.IPV4, WEB),
+    "watch": lambda instance: instance.watch(lambda family, what: None),
+    "measure": lambda instance: instance.measure(),
+    "close": lambda instance: instance.close(),
 }
 HARMLESS: dict[str, object] = {
-    "kproxy_relays": frozenset(), "kproxy_watch": False, "kproxy_measure": [], "kproxy_close": None}
+    "relays": frozenset(), "watch": False, "measure": [], "close": None}
 """What the core goes on with: nothing depends on these calls."""
 
 RAISED = {
@@ -140,43 +136,42 @@ RAISED = {
     "odd()": "raised Odd: an exception without a message",
 }
 FRONTEND = "Frontend(Address(bytes(4)), Protocol.TCP, 80)"
-COUNT = f"a.Connections({FRONTEND}, None, 1)"
+COUNT = f"Connections({FRONTEND}, None, 1)"
 WRONG = [
-    ("kproxy_begin", "'yes'", "returned str, not bool"),
-    ("kproxy_sync", "None", "returned None"),
-    ("kproxy_sync", "{}", "returned dict, not SyncReport"),
-    ("kproxy_sync", "SyncReport('1')", r"SyncReport\.operations: str, not int"),
-    ("kproxy_sync", "SyncReport(1, detail={'a': 'b'})", r"SyncReport\.detail: a value that is str, not int"),
-    ("kproxy_sync", "SyncReport(1, unserved=None)", r"SyncReport\.unserved: NoneType, not .*Mapping"),
-    ("kproxy_sync", "SyncReport(1, unserved={'a': 'b'})", "a key that is str, not ServicePortKey"),
-    ("kproxy_render", "None", "returned None"),
-    ("kproxy_render", "b''", "returned bytes, not str"),
-    ("kproxy_sync", "SyncReport(1, degraded=None)", r"SyncReport\.degraded: NoneType, not str"),
-    ("kproxy_check_text", "[]", "returned list, not str"),
-    ("kproxy_preview", "(0, '')", "returned tuple, not Preview"),
-    ("kproxy_explain", "[None]", "with NoneType, not KernelSide"),
-    ("kproxy_explain", "[]", "returned 0 answers to 1 questions"),
-    ("kproxy_explain", "[KernelSide(((1, 2),))]", "with tuple, not KernelObject"),
-    ("kproxy_explain", "[KernelSide((), fate='lost')]", r"KernelSide\.fate: str, not Fate"),
-    ("kproxy_frontends", "1", "returned int, not a sequence"),
-    ("kproxy_frontends", "'abc'", "with str, not Frontend"),
-    ("kproxy_frontends", "yielding()", "raised RuntimeError"),
-    ("kproxy_frontends", "[Frontend([], Protocol.TCP, 80)]", r"Frontend\.address: list, not bytes"),
-    ("kproxy_traffic", f"[({FRONTEND}, None, 1)]", "with tuple, not Connections"),
-    ("kproxy_traffic", f"[{COUNT}, {COUNT}._replace(number='1')]", r"Connections\.number: str, not int"),
-    ("kproxy_traffic", f"[{COUNT}._replace(number=-1)]", r"Connections\.number: beyond 0"),
-    ("kproxy_traffic", f"[{COUNT}._replace(number=1 << 70)]", r"Connections\.number: beyond 0"),
-    ("kproxy_traffic", f"[{COUNT}._replace(failed=(1,))]", r"Connections\.failed: not 3 numbers"),
-    ("kproxy_traffic", f"[{COUNT}._replace(carried=(1, 2, 3, -4))]", r"Connections\.carried: a number bey"),
-    ("kproxy_relays", "[1]", "returned list, not .*frozenset"),
-    ("kproxy_relays", "frozenset('1')", "with str, not int"),
-    ("kproxy_watch", "object()", "returned object, not bool"),
-    ("kproxy_measure", "[1]", "with int, not Measurement"),
-    ("kproxy_measure", "[a.Measurement('a b', 'x', 'gauge', 1)]", "'a b', not a Prometheus name"),
-    ("kproxy_measure", "[a.Measurement('a', 'x', 'sum', 1)]", "'sum'"),
-    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', '1')]", r"Measurement\.value: str, not float"),
-    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', 1, {'b-c': ''})]", "'b-c', not a Prometheus name"),
-    ("kproxy_measure", "[a.Measurement('a', 'x', 'gauge', 1, {'b': 1})]", "a value that is int, not str"),
+    ("begin", "'yes'", "returned str, not bool"),
+    ("sync", "None", "returned None"),
+    ("sync", "{}", "returned dict, not SyncReport"),
+    ("sync", "SyncReport('1')", r"SyncReport\.operations: str, not int"),
+    ("sync", "SyncReport(1, detail={'a': 'b'})", r"SyncReport\.detail: a value that is str, not int"),
+    ("sync", "SyncReport(1, unserved=None)", r"SyncReport\.unserved: NoneType, not .*Mapping"),
+    ("sync", "SyncReport(1, unserved={'a': 'b'})", "a key that is str, not ServicePortKey"),
+    ("render", "b''", "returned bytes, not str"),
+    ("sync", "SyncReport(1, degraded=None)", r"SyncReport\.degraded: NoneType, not str"),
+    ("check_text", "[]", "returned list, not str"),
+    ("preview", "(0, '')", "returned tuple, not Preview"),
+    ("explain", "[None]", "with NoneType, not KernelSide"),
+    ("explain", "[]", "returned 0 answers to 1 questions"),
+    ("explain", "[KernelSide(((1, 2),))]", "with tuple, not KernelObject"),
+    ("explain", "[KernelSide((), fate='lost')]", r"KernelSide\.fate: str, not Fate"),
+    ("frontends", "1", "returned int, not a sequence"),
+    ("frontends", "'abc'", "with str, not Frontend"),
+    ("frontends", "yielding()", "raised RuntimeError"),
+    ("frontends", "[Frontend([], Protocol.TCP, 80)]", r"Frontend\.address: list, not bytes"),
+    ("traffic", f"[({FRONTEND}, None, 1)]", "with tuple, not Connections"),
+    ("traffic", f"[{COUNT}, {COUNT}._replace(number='1')]", r"Connections\.number: str, not int"),
+    ("traffic", f"[{COUNT}._replace(number=-1)]", r"Connections\.number: beyond 0"),
+    ("traffic", f"[{COUNT}._replace(number=1 << 70)]", r"Connections\.number: beyond 0"),
+    ("traffic", f"[{COUNT}._replace(failed=(1,))]", r"Connections\.failed: not 3 numbers"),
+    ("traffic", f"[{COUNT}._replace(carried=(1, 2, 3, -4))]", r"Connections\.carried: a number bey"),
+    ("relays", "[1]", "returned list, not .*frozenset"),
+    ("relays", "frozenset('1')", "with str, not int"),
+    ("watch", "object()", "returned object, not bool"),
+    ("measure", "[1]", "with int, not Measurement"),
+    ("measure", "[Measurement('a b', 'x', 'gauge', 1)]", "'a b', not a Prometheus name"),
+    ("measure", "[Measurement('a', 'x', 'sum', 1)]", "'sum'"),
+    ("measure", "[Measurement('a', 'x', 'gauge', '1')]", r"Measurement\.value: str, not float"),
+    ("measure", "[Measurement('a', 'x', 'gauge', 1, {'b-c': ''})]", "'b-c', not a Prometheus name"),
+    ("measure", "[Measurement('a', 'x', 'gauge', 1, {'b': 1})]", "a value that is int, not str"),
 ]
 
 
@@ -188,7 +183,8 @@ def test_work_that_fails_is_told_by_plugin_and_hook(
 ) -> None:
     registry, instance = made()
     (faults / hook).write_text(fault)
-    told = rf"^plugin 'faulty backend': {hook} .*{problem}"
+    called = "kproxy_sync" if hook == "sync" else hook
+    told = rf"^plugin 'faulty backend': {called} .*{problem}"
     if hook in HARMLESS:
         assert WORKING[hook](instance) == HARMLESS[hook]
     else:
@@ -197,7 +193,7 @@ def test_work_that_fails_is_told_by_plugin_and_hook(
         with suppress(PluginFailed):
             WORKING[hook](instance)
     (failure,) = [one for one in registry.calls.measure() if one.value]
-    assert failure.labels == {"plugin": "faulty backend", "hook": hook}
+    assert failure.labels == {"plugin": "faulty backend", "hook": called}
     logged = [record for record in caplog.records if record.getMessage() == "plugin failed"]
     assert len(logged) == 1
     fields: Any = logged[0].__dict__["fields"]
@@ -210,6 +206,8 @@ ASKED: dict[str, Callable[[Registry], object]] = {
     "kproxy_detect": lambda registry: registry.detect("faulty", SETTINGS).because,
     "kproxy_cleanup": lambda registry: registry.cleanup("faulty", SETTINGS, dry_run=True).errors,
     "kproxy_retire": lambda registry: registry.retire("faulty", SETTINGS).errors,
+    "retire": lambda registry: registry.retire(
+        "faulty", SETTINGS, instance=registry.make_backend("faulty", SETTINGS)).errors,
     "kproxy_supersede": lambda registry: registry.supersede("faulty", dry_run=True).errors,
     "kproxy_caveats": lambda registry: registry.caveats("faulty", UPDATE, SETTINGS),
     "kproxy_prepare": lambda registry: registry.prepare("faulty", SETTINGS),
@@ -220,15 +218,17 @@ ASKED: dict[str, Callable[[Registry], object]] = {
 
 @pytest.mark.parametrize(("hook", "fault", "problem"), [
     *((hook, fault, problem) for hook in ASKED for fault, problem in RAISED.items()),
-    ("kproxy_detect", "Detection('faulty', 'abc')", r"Detection\.requirements: str, not tuple"),
-    ("kproxy_detect", "Detection('faulty', (Requirement(1, 2, 3),))", r"Requirement\.what: int, not str"),
-    ("kproxy_cleanup", "Leftovers('faulty', removed='abc')", r"Leftovers\.removed: str, not tuple"),
-    ("kproxy_retire", "Leftovers('faulty', waiting='2')", r"Leftovers\.waiting: str, not int"),
+    ("kproxy_detect", "Detection('abc')", r"Detection\.requirements: str, not tuple"),
+    ("kproxy_detect", "Detection((Requirement(1, 2, 3),))", r"Requirement\.what: int, not str"),
+    ("kproxy_cleanup", "Leftovers(removed='abc')", r"Leftovers\.removed: str, not tuple"),
+    ("kproxy_retire", "Leftovers(waiting='2')", r"Leftovers\.waiting: str, not int"),
+    ("retire", "Leftovers(waiting='2')", r"Leftovers\.waiting: str, not int"),
     ("kproxy_supersede", "()", "returned tuple, not Leftovers"),
     ("kproxy_caveats", "[('what', None)]", "with tuple, not Caveat"),
     ("kproxy_dialled", "('10.0.0.1', 80)", "returned tuple, not Destination"),
-    ("kproxy_make_backend", "object()", "lacks the hook kproxy_sync"),
-    ("kproxy_make_backend", "[]", "unhashable"),
+    ("kproxy_make_backend", "object()", "returned object, not Backend"),
+    ("kproxy_make_backend", "[]", "returned list, not Backend"),
+    ("kproxy_make_backend", "None", "made no backend"),
 ])
 def test_a_question_that_fails_is_told_by_plugin_and_hook(
     faults: Path, hook: str, fault: str, problem: str
@@ -242,11 +242,11 @@ def test_a_question_that_fails_is_told_by_plugin_and_hook(
         told = str(error)
     except Exception as error:  # noqa: BLE001 - the registry's own refusal
         told = f"{type(error).__name__}: {error}"
-        assert told.startswith("PluginRefused: the backend of mode 'faulty': ")
+        assert told.startswith("PluginRefused: the plugin for mode 'faulty' ")
     else:
         told = told.replace("\\\\", "\\")
     assert re.search(problem, told)
-    assert "'faulty'" in told
+    assert "'faulty" in told
     assert told.isprintable()
     assert registry.detect("good", SETTINGS).usable
     assert registry.make_backend("good", SETTINGS).sync(UPDATE).operations == 1
@@ -265,10 +265,10 @@ def kproxy_sync(update):
     (tmp_path / "wrapping.py").write_text(wrapper)
     registry = Registry(plugins=["wrapping"])
     instance = registry.make_backend("faulty", SETTINGS)
-    (faults / "kproxy_sync").write_text("fail()")
+    (faults / "sync").write_text("fail()")
     with pytest.raises(PluginFailed, match=r"^plugin 'faulty backend': kproxy_sync raised RuntimeError"):
         instance.sync(UPDATE)
-    (faults / "kproxy_sync").write_text("{}")
+    (faults / "sync").write_text("{}")
     with pytest.raises(PluginFailed, match=r"^plugin 'faulty backend or wrapping': kproxy_sync retur"):
         instance.sync(UPDATE)
     import wrapping  # type: ignore[import-not-found]
@@ -276,6 +276,38 @@ def kproxy_sync(update):
     wrapping.raises = True
     with pytest.raises(PluginFailed, match=r"^plugin 'wrapping': kproxy_sync raised KeyError"):
         instance.sync(UPDATE)
+
+
+ON_TOP = """
+class Made(LayeredBackend):
+    def frontends(self, family):
+        return [*self.base.frontends(family), 1]
+"""
+
+
+def test_the_base_that_raised_is_told_from_the_mode_on_top(faults: Path, tmp_path: Path) -> None:
+    source = plugin("upper").replace("return Made()", "return Made(base)")
+    source = source.replace('summary="a test"', 'summary="a test", base="faulty"')
+    (tmp_path / "upper.py").write_text(source.partition("class Made")[0] + ON_TOP)
+    instance = Registry(plugins=["upper"]).make_backend("upper", SETTINGS)
+    with pytest.raises(PluginFailed, match=r"^plugin 'upper backend': frontends returned with int"):
+        instance.frontends(Family.IPV4)
+    for method in ("frontends", "sync", "render"):
+        (faults / method).write_text("fail()")
+        called = "kproxy_sync" if method == "sync" else method
+        with pytest.raises(PluginFailed, match=rf"^plugin 'faulty backend': {called} raised RuntimeError"):
+            WORKING[method](instance)
+
+
+def test_a_base_is_closed_if_nothing_can_be_made_on_top_of_it(faults: Path, tmp_path: Path) -> None:
+    source = plugin("upper").replace("return Made()", "raise Unsupported('not here')")
+    (tmp_path / "upper.py").write_text(source.replace('summary="a test"', 'summary="a test", base="faulty"'))
+    (faults / "close").write_text("fail()")
+    registry = Registry(plugins=["upper"])
+    with pytest.raises(Unsupported, match="not here"):
+        registry.make_backend("upper", SETTINGS)
+    (failure,) = registry.calls.measure()
+    assert failure.labels == {"plugin": "faulty backend", "hook": "close"}
 
 
 def test_measurements_of_other_plugins_are_kept(faults: Path, tmp_path: Path) -> None:
@@ -288,9 +320,9 @@ def kproxy_measure():
 """
     (tmp_path / "measuring.py").write_text(observer)
     instance = Registry(plugins=["measuring"]).make_backend("faulty", SETTINGS)
-    (faults / "kproxy_measure").write_text("fail()")
+    (faults / "measure").write_text("fail()")
     assert instance.measure() == [(Measurement("seen", "By an observer", "gauge", 1),)]
-    (faults / "kproxy_measure").unlink()
+    (faults / "measure").unlink()
     assert len(instance.measure()) == 2
 
 
@@ -299,7 +331,7 @@ def test_a_failure_is_logged_again_after_the_hook_has_worked(
 ) -> None:
     _, instance = made()
     for fault in ("fail()", "fail()", "[]", "fail()"):
-        (faults / "kproxy_measure").write_text(fault)
+        (faults / "measure").write_text(fault)
         instance.measure()
     assert [record.getMessage() for record in caplog.records] == ["plugin failed"] * 2
 
@@ -347,25 +379,25 @@ def test_a_proxy_goes_on_and_names_the_plugin(faults: Path, tmp_path: Path, node
     broken = {"watch": "fail()", "measure": "leave()", "traffic": "[1]", "relays": "odd()"}
     thread = "__import__('threading').Thread(target=fail).start() or True"
     for hook, fault in {**broken, "begin": thread, "close": "fail()"}.items():
-        (faults / f"kproxy_{hook}").write_text(fault)
+        (faults / hook).write_text(fault)
     with running(node, config(tmp_path)) as proxy:
         proxy.await_health()
-        (faults / "kproxy_sync").write_text("None")
+        (faults / "sync").write_text("None")
         (tmp_path / "manifests" / "dns.yaml").write_text(SERVICE)
         await_problem(proxy, "plugin 'faulty backend': kproxy_sync returned None")
-        (faults / "kproxy_sync").write_text("fail()")
+        (faults / "sync").write_text("fail()")
         await_problem(proxy, "plugin 'faulty backend': kproxy_sync raised RuntimeError: a bug")
-        (faults / "kproxy_sync").unlink()
+        (faults / "sync").unlink()
         await_problem(proxy, "")
         status, metrics = proxy.get(10249, "/metrics")
         assert status == 200
-        failures = re.findall(r'kproxy_plugin_failures_total{hook="kproxy_(\w+)",plugin="(.*)"} \d', metrics)
-        assert sorted(failures) == [(hook, "faulty backend") for hook in sorted([*broken, "sync"])]
+        failures = re.findall(r'kproxy_plugin_failures_total{hook="(\w+)",plugin="(.*)"} \d', metrics)
+        assert sorted(failures) == [(hook, "faulty backend") for hook in sorted([*broken, "kproxy_sync"])]
         assert proxy.health()[0] == 200
         status, log = proxy.end()
     assert status == 0
     assert all(re.match(r"\d{4}-\d\d-\d\dT", line) for line in log.splitlines())
     assert all(line.isprintable() for line in log.splitlines())
     assert "unexpected exception in a thread" in log
-    assert "plugin failed plugin=\"faulty backend\" hook=kproxy_close" in log
+    assert "plugin failed plugin=\"faulty backend\" hook=close" in log
     assert "foreign changes are found only by full syncs" in log

@@ -9,7 +9,7 @@ import pytest
 
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.calls import BackendInstance
-from kproxy_core.contract.errors import SyncFailed, Unsupported
+from kproxy_core.contract.errors import PluginFailed, SyncFailed, Unsupported
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.contract.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.contract.values import BackendSettings, SyncReport
@@ -22,9 +22,7 @@ from tests.core.installed_plugins import install, on_path
 SETTINGS = BackendSettings((Family.IPV4,))
 
 PLUGIN = '''
-from kproxy_core.contract.values import *
-from kproxy_core.contract.errors import *
-from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract import *
 
 @hookimpl
 def kproxy_describe():
@@ -32,29 +30,21 @@ def kproxy_describe():
 
 @hookimpl
 def kproxy_detect(settings):
-    return Detection("{mode}", (Requirement("a kernel", {usable}, "one", "get one"),))
+    return Detection((Requirement("a kernel", {usable}, "one", "get one"),))
 
 @hookimpl
 def kproxy_cleanup(dry_run):
-    return Leftovers("{mode}", ("what was left",))
+    return Leftovers(("what was left",))
 
 @hookimpl
-def kproxy_make_backend(mode, settings):
-    return Backend() if mode == "{mode}" else None
+def kproxy_make_backend(mode, settings, base):
+    return Made()
 
-class Backend:
-    @hookimpl
-    def kproxy_sync(self, update):
+class Made(Backend):
+    def sync(self, update):
         return SyncReport(len(update.plans))
-    @hookimpl
-    def kproxy_render(self, update):
+    def render(self, update):
         return "rules"
-    @hookimpl
-    def kproxy_watch(self, damaged):
-        return False
-    @hookimpl
-    def kproxy_close(self):
-        pass
 '''
 
 
@@ -111,7 +101,7 @@ def test_no_backend_gets_the_work_of_another_that_is_made_meanwhile(
     monkeypatch.setattr(pluggy.HookCaller, "_verify_all_args_are_provided", make_another)
     assert serving.sync(update) == SyncReport(1)
     assert made[0].sync(update) == SyncReport(99)
-    registry.close_backend(made[0])
+    made[0].close()
     assert serving.sync(update) == SyncReport(1)
 
 
@@ -140,9 +130,9 @@ MISFITS = {
     "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
     "syntax": ("def broken(:", "SyntaxError"),
     "no plugin": ("", "it lacks the hook kproxy_describe"),
-    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.13"),
-    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.13"),
-    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.13"),
+    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.0"),
+    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.0"),
+    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.0"),
     "no version": (plugin("bad", contract="'1.0'"), "Description.contract: str, not tuple[int, int]"),
     "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
     "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
@@ -180,20 +170,24 @@ def test_the_second_distribution_that_offers_a_mode_is_kept_out_and_named(put: I
     assert registry.load("same").mode == "same"
 
 
-def test_a_backend_that_lacks_a_hook_is_refused(put: Install) -> None:
-    put("half", half=plugin("half").replace("def kproxy_watch", "def watch"))
-    with pytest.raises(PluginRefused, match=r"the backend of mode 'half': it lacks the hook kproxy_watch"):
+@pytest.mark.parametrize(("source", "problem"), [
+    (plugin("half").replace("def sync", "def other"), "raised TypeError: .* abstract .*sync"),
+    (plugin("half").replace("Made(Backend)", "Made"), "returned Made, not Backend"),
+])
+def test_a_backend_that_does_not_fit_is_refused(put: Install, source: str, problem: str) -> None:
+    put("half", half=source)
+    with pytest.raises(PluginFailed, match=f"plugin 'half': kproxy_make_backend {problem}"):
         Registry().make_backend("half", SETTINGS)
 
 
 def test_a_backend_reports_itself_that_it_can_not_work_here(put: Install) -> None:
-    put("no", no=plugin("no").replace("return Backend()", "raise Unsupported('no such kernel')"))
+    put("no", no=plugin("no").replace("return Made()", "raise Unsupported('no such kernel')"))
     with pytest.raises(Unsupported, match="no such kernel"):
         Registry().make_backend("no", SETTINGS)
 
 
 def test_one_plugin_is_asked_and_its_failure_is_an_answer(put: Install) -> None:
-    put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers("bad"', "raise OSError(1"))
+    put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers(', "raise OSError(1, "))
     registry = Registry()
     assert registry.cleanup("good", SETTINGS, dry_run=True).removed == ("what was left",)
     problem = "plugin 'bad': kproxy_cleanup raised PermissionError: [Errno 1] ('what was left',)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.hooks import ENTRY_POINTS, hookimpl
 from kproxy_core.contract.registry import Registry
@@ -77,7 +78,7 @@ class Mode:
 
     @hookimpl
     def kproxy_detect(self) -> Detection:
-        return Detection(self.name, (Requirement("luck", self.usable, "some"),))
+        return Detection((Requirement("luck", self.usable, "some"),))
 
     @hookimpl
     def kproxy_caveats(self) -> tuple[Caveat, ...]:
@@ -89,7 +90,7 @@ class Mode:
         if not dry_run:
             self.story.append(f"clean up {self.name}")
             self.rules.clear()
-        return Leftovers(self.name, removed)
+        return Leftovers(removed)
 
     @hookimpl
     def kproxy_supersede(self, dry_run: bool) -> Leftovers:
@@ -97,28 +98,27 @@ class Mode:
         if not dry_run:
             self.story.append(f"supersede in {self.name}")
             self.strangers = False
-        return Leftovers(self.name, removed)
+        return Leftovers(removed)
 
     @hookimpl
     def kproxy_retire(self) -> Leftovers:
         if self.blind:
             self.blind -= 1
             self.story.append(f"can't see who is left of {self.name}")
-            return Leftovers(self.name, errors=("too dark",))
+            return Leftovers(errors=("too dark",))
         self.story.append(f"retire {self.name}, {self.connections} left")
-        return Leftovers(self.name, waiting=self.connections, in_grace=self.in_grace)
+        return Leftovers(waiting=self.connections, in_grace=self.in_grace)
 
     @hookimpl
-    def kproxy_make_backend(self, mode: str) -> "Backend | None":
-        return Backend(self) if mode == self.name else None
+    def kproxy_make_backend(self) -> Backend:
+        return InMemory(self)
 
 
-class Backend:
+class InMemory(Backend):
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
 
-    @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         mode = self._mode
         mode.during()
         problem = mode.problems.pop(0) if mode.problems else None
@@ -136,18 +136,12 @@ class Backend:
         return SyncReport(
             int(mode.restless or before != mode.rules), unserved=dict(mode.unserved), degraded=mode.degraded)
 
-    @hookimpl
-    def kproxy_render(self) -> str:
-        return ""
-
-    @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def watch(self, damaged: Damage) -> bool:
         self._mode.story.append(f"watch {self._mode.name}")
         self._mode.damaged = damaged
         return True
 
-    @hookimpl
-    def kproxy_close(self) -> None:
+    def close(self) -> None:
         self._mode.story.append(f"close {self._mode.name}")
 
 

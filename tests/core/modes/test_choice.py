@@ -26,7 +26,7 @@ def source(
     """The source of a plugin whose backend *begins* so, if it begins at all."""
     text = plugin(mode, usable=usable, preference=preference)
     text = text.replace('summary="a test"', f'summary="a test", fallback="{fallback}"')
-    return text + (f"    @hookimpl\n    def kproxy_begin(self):\n        {begins}\n" if begins else "")
+    return text + (f"    def begin(self):\n        {begins}\n" if begins else "")
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_a_mode_that_does_not_work_falls_back(begins: str, node: Namespace, tmp_
 def test_a_family_that_does_not_work_is_left_out_unless_it_is_the_primary_one(
     node: Namespace, tmp_path: Path
 ) -> None:
-    begins = """if Family.IPV6 in Backend.families:
+    begins = """if Family.IPV6 in Made.families:
             raise Unsupported('no warp drive for IPv6', Family.IPV6)
         return True"""
-    made = "    return Backend()"
+    made = "    return Made()"
     wanted = source("wanted", fallback="second", begins=begins).replace(
-        made, f"    Backend.families = settings.families\n{made}")
+        made, f"    Made.families = settings.families\n{made}")
     put(tmp_path, wanted=wanted, second=source("second", begins="return True"))
     with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
         assert serves(proxy, node) == "wanted"
@@ -245,16 +245,14 @@ def test_init_only_prepares_the_mode_that_will_serve(node: Namespace, tmp_path: 
     assert "mode=second" in done.stderr.replace('"', "")
 
 
-DEPTH = """    if mode != "wanted":
-        return None
-    if settings.options.get("depth", 1) not in range(9):
+DEPTH = """    if settings.options.get("depth", 1) not in range(9):
         raise InvalidOption(settings, "depth", settings.options["depth"], "must be within 0 to 8")
-    return Backend()"""
+    return Made()"""
 
 
 def with_depth(text: str) -> str:
     """Return the source of the plugin *text* of mode wanted with an option."""
-    made = '    return Backend() if mode == "wanted" else None'
+    made = '    return Made()'
     return text.replace('summary="a test"', 'summary="a test", options=("depth",)').replace(made, DEPTH)
 
 

@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.contract.hooks import hookimpl
 from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.events import (
@@ -554,8 +553,7 @@ class RelayingBackend(RecordingBackend):
 
     ports = frozenset({40001})
 
-    @hookimpl
-    def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
+    def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         return self.ports
 
 
@@ -655,9 +653,8 @@ def test_no_flow_is_stale_after_a_failed_sync() -> None:
 class CorrectingBackend(RecordingBackend):
     """Each full sync finds something to write."""
 
-    @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
-        super().kproxy_sync(update)
+    def sync(self, update: Update) -> SyncReport:
+        super().sync(update)
         return SyncReport(operations=int(update.scope is Scope.RESYNC))
 
 

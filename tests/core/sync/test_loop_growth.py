@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from kproxy_core.contract.hooks import hookimpl
+from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
 from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
@@ -17,20 +17,15 @@ FIRST_TIME = 10
 """Calls that only the first change of a process needs."""
 
 
-class Reader:
+class Reader(Backend):
     """A backend that reads only the changes."""
 
     changed = 0
 
-    @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def sync(self, update: Update) -> SyncReport:
         if update.scope is Scope.CHANGED:
             self.changed += len(update.changed)
         return SyncReport(len(update.changed))
-
-    @hookimpl
-    def kproxy_watch(self) -> bool:
-        return False
 
 
 def address(number: int) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.contract.errors import SyncFailed, TrustLost
-from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
+from kproxy_core.contract import Backend, BackendSettings, Scope, SyncFailed, SyncReport, TrustLost, Update
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
@@ -36,19 +35,30 @@ def with_another_layout(compiled: Compiled) -> Compiled:
     return compiled._replace(maps={**compiled.maps, names.PINS: lru_hash._replace(type=hash_)})
 
 
+class Rules(Backend):
+    """A base that programs nothing, and fails once if told to."""
+
+    problem: SyncFailed | None = None
+
+    def begin(self) -> bool:
+        return True
+
+    def sync(self, update: Update) -> SyncReport:
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
+        return SyncReport(0)
+
+
 @contextmanager
 def begun(settings: Settings) -> Iterator[EbpfBackend]:
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
-    made = EbpfBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
-    calls = made.kproxy_begin()
-    next(calls)
-    finish(calls, True)
+    made = EbpfBackend(Rules(), BackendSettings((Family.IPV4, Family.IPV6), options=options))
+    assert made.begin()
     try:
         yield made
     finally:
-        closed = made.kproxy_close()
-        next(closed)
-        finish(closed, None)
+        made.close()
 
 
 @pytest.fixture
@@ -57,66 +67,49 @@ def backend(settings: Settings) -> Iterator[EbpfBackend]:
         yield made
 
 
-def finish(calls: object, answer: object) -> object:
-    """Have the base return *answer* to a wrapper; return what the wrapper returns."""
-    try:
-        calls.send(answer)  # type: ignore[attr-defined]
-    except StopIteration as ended:
-        return ended.value
-    raise AssertionError("the wrapper has not returned")
-
-
-def sync(backend: EbpfBackend, update: Update) -> SyncReport:
-    calls = backend.kproxy_sync(update)
-    next(calls)
-    report = finish(calls, SyncReport(0))
-    assert isinstance(report, SyncReport)
-    return report
-
-
 def sync_with_failing_base(
     backend: EbpfBackend, update: Update, error: type[SyncFailed] = SyncFailed
 ) -> None:
-    calls = backend.kproxy_sync(update)
-    next(calls)
+    assert isinstance(backend.base, Rules)
+    backend.base.problem = error("no")
     with pytest.raises(error):
-        calls.throw(error("no"))
+        backend.sync(update)
 
 
 def is_attached(backend: EbpfBackend) -> bool:
-    return bool(backend.kproxy_measure()[0].value)
+    return bool(backend.measure()[0].value)
 
 
 def test_a_family_whose_rules_fail_does_not_stop_the_other(backend: EbpfBackend) -> None:
     sync_with_failing_base(backend, V6)
     assert not is_attached(backend)
-    sync(backend, V4)
+    backend.sync(V4)
     assert is_attached(backend)
     sync_with_failing_base(backend, V6)
     change = replace(V4, scope=Scope.CHANGED)
-    assert sync(backend, change) == SyncReport(0)
-    assert sync(backend, V6) != SyncReport(0)
+    assert backend.sync(change) == SyncReport(0)
+    assert backend.sync(V6) != SyncReport(0)
 
 
 REMOVAL = replace(V4, scope=Scope.CHANGED, changed=dict.fromkeys(V4.changed), plans={})
 
 
 def test_a_change_that_the_rules_refuse_leaves_the_maps_as_they_were(backend: EbpfBackend) -> None:
-    sync(backend, V4)
+    backend.sync(V4)
     sync_with_failing_base(backend, REMOVAL)
-    assert sync(backend, V4) == SyncReport(0)
-    assert sync(backend, REMOVAL) != SyncReport(0)
-    assert sync(backend, REMOVAL) == SyncReport(0)
+    assert backend.sync(V4) == SyncReport(0)
+    assert backend.sync(REMOVAL) != SyncReport(0)
+    assert backend.sync(REMOVAL) == SyncReport(0)
 
 
 def test_when_the_rules_are_unknown_the_maps_are_read_again(backend: EbpfBackend) -> None:
-    sync(backend, V4)
+    backend.sync(V4)
     sync_with_failing_base(backend, REMOVAL, TrustLost)
-    assert sync(backend, V4) != SyncReport(0)
-    assert sync(backend, V4) == SyncReport(0)
+    assert backend.sync(V4) != SyncReport(0)
+    assert backend.sync(V4) == SyncReport(0)
     sync_with_failing_base(backend, REMOVAL, TrustLost)
-    assert sync(backend, REMOVAL) == SyncReport(0)
-    assert sync(backend, V4) != SyncReport(0)
+    assert backend.sync(REMOVAL) == SyncReport(0)
+    assert backend.sync(V4) != SyncReport(0)
 
 
 def is_choosing(settings: Settings) -> bool:
@@ -173,8 +166,8 @@ def test_what_an_earlier_process_attached_is_detached_until_it_is_replaced(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with begun(settings) as before:
-        sync(before, V4)
-        sync(before, V6)
+        before.sync(V4)
+        before.sync(V6)
         assert is_choosing(settings)
     monkeypatch.setattr("kproxy_ebpf.backend._FIRST_DELAY", 0.0)
     with begun(settings) as after:
@@ -182,21 +175,21 @@ def test_what_an_earlier_process_attached_is_detached_until_it_is_replaced(
         with monkeypatch.context() as now:
             refuse(now)
             for update in (OTHER_V4, V6, OTHER_V4):
-                report = sync(after, update)
+                report = after.sync(update)
                 assert report.operations == 0
                 assert "no memory" in report.degraded or "the verifier says no" in report.degraded
                 assert not is_choosing(settings)
                 assert not is_attached(after)
             assert set(os.listdir("/proc/self/fd")) == descriptors
         change = replace(OTHER_V4, scope=Scope.CHANGED, changed={})
-        assert sync(after, change).degraded == ""
+        assert after.sync(change).degraded == ""
         assert is_choosing(settings)
         assert is_attached(after)
         # The rules of the other family may be newer than its elements.
         assert frontends(settings) == {Family.IPV4}
-        sync(after, replace(V6, scope=Scope.CHANGED, changed={}))
+        after.sync(replace(V6, scope=Scope.CHANGED, changed={}))
         assert frontends(settings) == set(Family)
-        assert sync(after, OTHER_V4) == sync(after, V6) == SyncReport(0)
+        assert after.sync(OTHER_V4) == after.sync(V6) == SyncReport(0)
 
 
 @pytest.mark.parametrize("refuse", [refuse_programs, refuse_links, refuse_elements])
@@ -204,7 +197,7 @@ def test_an_upgrade_that_fails_leaves_no_maps(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with begun(settings) as before:
-        sync(before, V4)
+        before.sync(V4)
     made = list(Path(settings.pin_directory).glob("*/maps-*"))
     monkeypatch.setattr("kproxy_ebpf.backend._FIRST_DELAY", 0.0)
     with begun(settings) as after:
@@ -212,9 +205,9 @@ def test_an_upgrade_that_fails_leaves_no_maps(
         monkeypatch.setattr(Compilation, "result", lambda *args: with_another_layout(real(*args)))
         with monkeypatch.context() as now:
             refuse(now)
-            assert sync(after, V4).degraded
+            assert after.sync(V4).degraded
             assert list(Path(settings.pin_directory).glob("*/maps-*")) == made
-        assert not sync(after, V4).degraded
+        assert not after.sync(V4).degraded
         (replaced,) = Path(settings.pin_directory).glob("*/maps-*")
         assert replaced not in made
 
@@ -223,7 +216,7 @@ def test_programs_are_detached_while_the_compiler_runs(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with begun(settings) as before:
-        sync(before, V4)
+        before.sync(V4)
     script, may_end = tmp_path / "compile.py", tmp_path / "may-end"
     script.write_text(
         f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
@@ -233,8 +226,8 @@ def test_programs_are_detached_while_the_compiler_runs(
     monkeypatch.setattr("kproxy_ebpf.backend._PATIENCE", 0.01)
     with begun(settings) as after:
         for _ in range(2):
-            assert "being compiled" in sync(after, V4).degraded
+            assert "being compiled" in after.sync(V4).degraded
             assert not is_choosing(settings)
         may_end.touch()
-        until(lambda: not sync(after, V4).degraded)
+        until(lambda: not after.sync(V4).degraded)
         assert is_choosing(settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.contract.values import BackendSettings, Carried, Connections, Failure, Handshake
+from kproxy_core.contract.values import BackendSettings, Carried, Failure, Handshake
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -21,7 +21,7 @@ from tests.core.late_endpoints import Lateness, handshake_of, late_endpoints
 from tests.core.namespaces import Namespace, namespace
 from tests.plugins.ebpf.node import PORT, echo
 from tests.plugins.ebpf.sockets import Sockets, sockets_in
-from tests.plugins.ebpf.test_backend import finish, sync
+from tests.plugins.ebpf.test_backend import Rules
 from tests.plugins.ebpf.test_traffic import exchange
 from tests.plugins.ebpf.watched import Watched, watched
 
@@ -57,24 +57,20 @@ def backend(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ebp
     """Programs that translate and count, without rules."""
     monkeypatch.setattr("kproxy_ebpf.backend.are_counted", lambda: True)
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
-    made = EbpfBackend(BackendSettings(tuple(Family), options=options, count_traffic=True))
-    begun = made.kproxy_begin()
-    next(begun)
-    finish(begun, True)
+    made = EbpfBackend(Rules(), BackendSettings(tuple(Family), options=options, count_traffic=True))
+    assert made.begin()
     found: dict[ServicePortKey, ServicePlan] = {}
     for endpoint, frontend in FRONTENDS.items():
         name = f"s{frontend.rpartition('.')[2]}"
         ports = "http:80", "dns:80/UDP"
         found |= plans(NODE, service(name, *ports, ip=frontend),
                        endpoint_slice(name, endpoint, ports=("http:8080", "dns:8080/UDP")))
-    sync(made, full_update(NODE, found))
+    made.sync(full_update(NODE, found))
     found = plans(NODE6, service("s6", "80/UDP", ip=FRONTEND6),
                   endpoint_slice("s6", OPEN6, ports=("8080/UDP",)))
-    sync(made, full_update(NODE6, found))
+    made.sync(full_update(NODE6, found))
     yield made
-    closed = made.kproxy_close()
-    next(closed)
-    finish(closed, None)
+    made.close()
 
 
 @pytest.fixture
@@ -86,12 +82,7 @@ def taps(where: Namespace) -> Iterator[Watched]:
 def counted(backend: EbpfBackend) -> Numbers:
     found: Numbers = Counter()
     for family in Family:
-        calls = backend.kproxy_traffic(family)
-        next(calls)
-        reading = finish(calls, [])
-        assert isinstance(reading, list)
-        for one in reading:
-            assert isinstance(one, Connections)
+        for one in backend.traffic(family):
             assert one.endpoint is not None
             address = format_address(one.endpoint.address)
             found[address, None] += one.number

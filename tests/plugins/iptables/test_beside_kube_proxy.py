@@ -32,7 +32,7 @@ def beside_kube_proxy(case: str) -> Iterator[KnownPlans]:
 def found_in(plans: KnownPlans) -> list[Json]:
     backend = IptablesBackend(BackendSettings(tuple(Family)))
     return differences_of(
-        plans, lambda questions: backend.kproxy_explain(questions, live=True), backend.kproxy_frontends)
+        plans, lambda questions: backend.explain(questions, live=True), backend.frontends)
 
 
 @pytest.mark.parametrize("case", golden_cases.names())

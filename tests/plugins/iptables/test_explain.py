@@ -24,20 +24,20 @@ def kernel(family: Family) -> Iterator[None]:
 @FAMILIES
 def test_the_rules_in_the_kernel_decide_as_the_plans_say(family: Family, kernel: None) -> None:
     asked = questions(family)
-    for question, side in zip(asked, BACKEND.kproxy_explain(asked, live=True), strict=True):
+    for question, side in zip(asked, BACKEND.explain(asked, live=True), strict=True):
         assert essence(side.fate) == essence(decided(question)) or side.deviation, side.objects
 
 
 @FAMILIES
 def test_the_rules_that_would_be_written_decide_as_the_plans_say(family: Family) -> None:
     asked = questions(family)
-    for question, side in zip(asked, BACKEND.kproxy_explain(asked, live=False), strict=True):
+    for question, side in zip(asked, BACKEND.explain(asked, live=False), strict=True):
         assert essence(side.fate) == essence(decided(question)) or side.deviation, side.objects
 
 
 @FAMILIES
 def test_the_frontends_in_the_kernel_are_those_of_the_plans(family: Family, kernel: None) -> None:
-    assert set(BACKEND.kproxy_frontends(family)) == {question.frontend for question in questions(family)}
+    assert set(BACKEND.frontends(family)) == {question.frontend for question in questions(family)}
 
 
 DAMAGE = {
@@ -52,7 +52,7 @@ DAMAGE = {
 def test_damage_is_seen_on_the_packet_s_way(family: Family, kernel: None, command: str) -> None:
     asked = [q for q in questions(family) if q.packet.origin is Origin.NODE and len(decided(q).choices) > 1]
     subprocess.run(["iptables", *command.split()], check=True)
-    fate = BACKEND.kproxy_explain(asked[:1], live=True)[0].fate
+    fate = BACKEND.explain(asked[:1], live=True)[0].fate
     assert fate is not None
     assert fate.outcome is DAMAGE[command]
     assert essence(fate) != essence(decided(asked[0]))
@@ -62,6 +62,6 @@ def test_damage_is_seen_on_the_packet_s_way(family: Family, kernel: None, comman
 def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family, kernel: None) -> None:
     rule = ["-m", "ttl", "--ttl-eq", "7"]
     subprocess.run(["iptables", "-w", "-t", "nat", "-I", "KUBE-SERVICES", *rule], check=True)
-    (side, *_) = BACKEND.kproxy_explain(questions(family)[:1], live=True)
+    (side, *_) = BACKEND.explain(questions(family)[:1], live=True)
     assert side.fate is None
     assert any("not understood" in item.text for item in side.objects)

@@ -20,15 +20,15 @@ SYNC = "kubeproxy_sync_proxy_rules_iptables"
 def measured(backend: IptablesBackend) -> dict[tuple[str, ...], float]:
     """Return values by metric name and label values, these in the order of their names."""
     return {
-        (m.name, *(m.labels[name] for name in sorted(m.labels))): m.value for m in backend.kproxy_measure()
+        (m.name, *(m.labels[name] for name in sorted(m.labels))): m.value for m in backend.measure()
     }
 
 
 def test_names_and_labels_are_kube_proxys(netns: None) -> None:
     backend = IptablesBackend(BackendSettings((V4, V6)))
-    backend.kproxy_sync(full_update(NODES[V4], all_plans(V4, plain(1, 1))))
+    backend.sync(full_update(NODES[V4], all_plans(V4, plain(1, 1))))
     ours = {
-        f"{m.name} {m.kind} labels={','.join(sorted(m.labels)) or '-'}" for m in backend.kproxy_measure()
+        f"{m.name} {m.kind} labels={','.join(sorted(m.labels)) or '-'}" for m in backend.measure()
     }
     theirs = {
         line.partition(" buckets=")[0] for line in golden("metrics-iptables.txt").read_text().splitlines()
@@ -40,7 +40,7 @@ def test_names_and_labels_are_kube_proxys(netns: None) -> None:
 def test_rules_are_counted_by_table(netns: None) -> None:
     backend = IptablesBackend(BackendSettings((V4,)))
     plans = all_plans(V4, plain(1, 1, 2), plain(3, 1), Scene(2, "TCP", (), "node port", False, False, False))
-    backend.kproxy_sync(full_update(NODES[V4], plans))
+    backend.sync(full_update(NODES[V4], plans))
     saved = run(NFT, "save").partition("*nat")
     before = measured(backend)
     for table, text in (("filter", saved[0]), ("nat", saved[2])):
@@ -48,7 +48,7 @@ def test_rules_are_counted_by_table(netns: None) -> None:
         held = text.count("\n-A KUBE-") - text.count("\n-A KUBE-FIREWALL")
         assert before[f"{SYNC}_total", "IPv4", table] == held
         assert before[f"{SYNC}_last", "IPv4", table] == held, "a full sync counts everything"
-    backend.kproxy_sync(changed_update(NODES[V4], plans | (new := all_plans(V4, plain(1, 1, 3))), new))
+    backend.sync(changed_update(NODES[V4], plans | (new := all_plans(V4, plain(1, 1, 3))), new))
     after = measured(backend)
     assert after[f"{SYNC}_total", "IPv4", "nat"] == before[f"{SYNC}_total", "IPv4", "nat"]
     # kube-proxy writes the whole filter table, and in nat all but the chains of unchanged Services.
@@ -58,7 +58,7 @@ def test_rules_are_counted_by_table(netns: None) -> None:
     unchanged = sum(line.split(" ")[1] in chains for line in saved[2].splitlines() if line.startswith("-A"))
     assert unchanged > 0
     assert after[f"{SYNC}_last", "IPv4", "nat"] == after[f"{SYNC}_total", "IPv4", "nat"] - unchanged
-    backend.kproxy_sync(full_update(NODES[V4], plans | new))
+    backend.sync(full_update(NODES[V4], plans | new))
     again = measured(backend)
     assert again[f"{SYNC}_last", "IPv4", "nat"] == again[f"{SYNC}_total", "IPv4", "nat"], "nothing to write"
 
@@ -66,10 +66,10 @@ def test_rules_are_counted_by_table(netns: None) -> None:
 def test_failures_are_counted(netns: None) -> None:
     backend = IptablesBackend(BackendSettings((V4,)))
     plans = all_plans(V4, plain(1, 1))
-    backend.kproxy_sync(full_update(NODES[V4], plans))
+    backend.sync(full_update(NODES[V4], plans))
     run(NFT, "-t", "nat", "-D", "KUBE-SERVICES", "1")
     with pytest.raises(TrustLost):
-        backend.kproxy_sync(changed_update(NODES[V4], {}, plans))
+        backend.sync(changed_update(NODES[V4], {}, plans))
     found = measured(backend)
     assert found[f"{SYNC}_restore_failures_total", "IPv4"] == 1
     assert found[f"{SYNC}_partial_restore_failures_total", "IPv4"] == 1
@@ -79,7 +79,7 @@ def test_the_kernel_counts_connections_to_node_ports_on_localhost(netns: None) -
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     backend = IptablesBackend(BackendSettings((V4,)))
     of = all_plans(V4, Scene(1, "UDP", (2,), "node port", False, False, False))
-    backend.kproxy_sync(full_update(NODES[V4], of))
+    backend.sync(full_update(NODES[V4], of))
     name = "kubeproxy_iptables_localhost_nodeports_accepted_packets_total"
     assert measured(backend)[name,] == 0
     subprocess.run(["bash", "-c", "echo >/dev/udp/127.0.0.1/30001"], check=False)

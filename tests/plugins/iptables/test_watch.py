@@ -53,12 +53,12 @@ def watched(interface: str, monkeypatch: pytest.MonkeyPatch, damaged: Damage) ->
     use(interface, monkeypatch)
     backend = IptablesBackend(BackendSettings((V4, V6), options={"syncPeriod": 0.05}))
     try:
-        backend.kproxy_sync(full_update(NODES[V4], PLANS))
-        backend.kproxy_sync(full_update(NODES[V6], all_plans(V6, plain(1, 1))))
-        assert backend.kproxy_watch(damaged)
+        backend.sync(full_update(NODES[V4], PLANS))
+        backend.sync(full_update(NODES[V6], all_plans(V6, plain(1, 1))))
+        assert backend.watch(damaged)
         yield backend
     finally:
-        backend.kproxy_close()
+        backend.close()
 
 
 def use(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_damage_is_reported_at_once_and_repaired(
         before = run(NFT, "save") + _flags()
         subprocess.run(DAMAGE[what], check=True)
         assert V4 in {reports.wait()[0] for _ in range(2 if what == "flush of everything" else 1)}
-        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        backend.sync(full_update(NODES[V4], PLANS))
         assert sorted(_rules(run(NFT, "save") + _flags())) == sorted(_rules(before))
 
 
@@ -120,7 +120,7 @@ def test_our_own_changes_are_not_damage(netns: None, monkeypatch: pytest.MonkeyP
     with watched(NFT, monkeypatch, reports) as backend:
         for endpoint in range(2, 8):
             plans = all_plans(V4, plain(1, endpoint))
-            backend.kproxy_sync(changed_update(NODES[V4], plans, plans))
+            backend.sync(changed_update(NODES[V4], plans, plans))
         assert reports.all_until(_delete_a_rule, "rule deleted") == []
 
 
@@ -147,13 +147,13 @@ def test_changes_before_the_watch_starts_are_damage(netns: None, monkeypatch: py
     use(NFT, monkeypatch)
     reports = Reports()
     backend = IptablesBackend(BackendSettings((V4,)))
-    backend.kproxy_sync(full_update(NODES[V4], PLANS))
+    backend.sync(full_update(NODES[V4], PLANS))
     _delete_a_rule()
     try:
-        assert backend.kproxy_watch(reports)
+        assert backend.watch(reports)
         assert reports.wait()[0] is V4
     finally:
-        backend.kproxy_close()
+        backend.close()
 
 
 def test_a_legacy_flush_is_reported_when_all_canaries_are_gone(
@@ -166,7 +166,7 @@ def test_a_legacy_flush_is_reported_when_all_canaries_are_gone(
             for action in ("-F", "-X"):
                 subprocess.run(["iptables-legacy", "-w", "5", "-t", table, action], check=True)
         assert reports.wait() == (V4, "flushed: mangle, nat, filter")
-        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        backend.sync(full_update(NODES[V4], PLANS))
         assert sorted(_rules(run(LEGACY, "save"))) == sorted(_rules(before))
 
 
@@ -182,7 +182,7 @@ def test_a_legacy_flush_that_leaves_chains_is_reported(
         before = run(LEGACY, "save")
         subprocess.run(["iptables-legacy", "-w", "5", "-t", "nat", *what], check=True)
         assert reports.wait() == (V4, f"no jump to our chains in {where}")
-        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        backend.sync(full_update(NODES[V4], PLANS))
         assert sorted(_rules(run(LEGACY, "save"))) == sorted(_rules(before))
 
 

@@ -65,23 +65,23 @@ def bench(services: int) -> None:
     gc.disable()
     preparation.tune_interpreter()
     backend = IpvsBackend(BackendSettings((Family.IPV4,)))
-    measure("first sync", lambda: backend.kproxy_sync(full))
+    measure("first sync", lambda: backend.sync(full))
     again = IpvsBackend(BackendSettings((Family.IPV4,)))
     preparation.settle_memory()
-    measure("restart with nothing to do", lambda: again.kproxy_sync(full), REPEATED)
+    measure("restart with nothing to do", lambda: again.sync(full), REPEATED)
     turn = iter(range(10_000))
 
     def change() -> None:
         one = planned(services // 2, ENDPOINTS - next(turn) % 2)
-        again.kproxy_sync(changed_update(NODE, wanted | one, one))
+        again.sync(changed_update(NODE, wanted | one, one))
 
     change()
     measure("one endpoint", change, CHANGES)
     one = planned(services + 1)
-    measure("one more service", lambda: again.kproxy_sync(changed_update(NODE, wanted | one, one)))
+    measure("one more service", lambda: again.sync(changed_update(NODE, wanted | one, one)))
     parts(wanted)
-    backend.kproxy_close()
-    again.kproxy_close()
+    backend.close()
+    again.close()
     measure("clean-up", lambda: cleanup(dry_run=False))
 
 

@@ -45,14 +45,14 @@ def test_a_preview_counts_the_operations_of_the_next_sync(
     family: Family, make: Callable[..., IpvsBackend]
 ) -> None:
     backend, every = make(), everything(family)
-    backend.kproxy_sync(full_update(NODES[family], {}))
+    backend.sync(full_update(NODES[family], {}))
     fewer = dict(list(every.items())[2:])
     for wanted in (every, fewer, every):
         update = full_update(NODES[family], wanted)
-        seen = backend.kproxy_preview(update)
-        assert seen.operations == backend.kproxy_sync(update).operations > 0
+        seen = backend.preview(update)
+        assert seen.operations == backend.sync(update).operations > 0
         assert seen.transaction
-        assert backend.kproxy_preview(update) == Preview(0, "")
+        assert backend.preview(update) == Preview(0, "")
 
 
 @pytest.mark.parametrize("family", list(Family))
@@ -62,10 +62,10 @@ def test_the_objects_in_the_kernel_decide_as_the_plans_say(
     backend, wanted = make(), everything(family)
     full(backend, wanted)
     asked = questions_about(wanted, NODES[family])
-    sides = backend.kproxy_explain(asked, live=True)
+    sides = backend.explain(asked, live=True)
     assert [(q.packet, side) for q, side in zip(asked, sides, strict=True) if not agrees(q, side)] == []
     served = {frontend for plan in wanted.values() for frontend in plan.frontends() if frontend.address}
-    assert served <= set(backend.kproxy_frontends(family))
+    assert served <= set(backend.frontends(family))
 
 
 @pytest.mark.parametrize("family", list(Family))
@@ -78,7 +78,7 @@ def test_an_endpoint_that_another_program_deletes_is_a_difference(
     packet = asked[0].packet
     key = ServerKey(family, 0, packet.destination, packet.protocol, packet.port)
     kernel.write([DeleteServer(key)])
-    assert not agrees(asked[0], backend.kproxy_explain(asked, live=True)[0])
+    assert not agrees(asked[0], backend.explain(asked, live=True)[0])
 
 
 @pytest.mark.parametrize("family", list(Family))
@@ -142,10 +142,10 @@ def test_sync_after_a_failed_kernel_call_completes_the_change(
 
         patch.setattr(place, name, fail)
         with pytest.raises(SyncFailed, match="refused"):
-            backend.kproxy_sync(update)
-    assert backend.kproxy_sync(update).operations > 0
+            backend.sync(update)
+    assert backend.sync(update).operations > 0
     assert state(Family.IPV4, kernel) == expected
-    assert backend.kproxy_sync(update).operations == 0
+    assert backend.sync(update).operations == 0
 
 
 def test_change_without_the_device_fails_and_the_next_sync_repairs_it(
@@ -160,8 +160,8 @@ def test_change_without_the_device_fails_and_the_next_sync_repairs_it(
     subprocess.run(["ip", "link", "delete", "kube-ipvs0"], check=True)
     update = changed_update(NODES[Family.IPV4], both, both)
     with pytest.raises(SyncFailed, match="kube-ipvs0 does not exist"):
-        backend.kproxy_sync(update)
-    assert backend.kproxy_sync(update).operations > 0
+        backend.sync(update)
+    assert backend.sync(update).operations > 0
     assert state(Family.IPV4, kernel) == expected
 
 
@@ -200,9 +200,9 @@ def test_deleted_service_leaves_no_objects(
     other = everything(Family.IPV4)
     both = one | {key: plan for key, plan in other.items() if key.name != "web-1"}
     node = NODES[Family.IPV4]
-    backend.kproxy_sync(changed_update(node, both, both))
+    backend.sync(changed_update(node, both, both))
     assert state(Family.IPV4, kernel) != empty
-    backend.kproxy_sync(changed_update(node, one, [key for key in both if key not in one]))
+    backend.sync(changed_update(node, one, [key for key in both if key not in one]))
     assert state(Family.IPV4, kernel) == empty
 
 
@@ -407,13 +407,13 @@ def test_unusable_endpoint_does_not_affect_others(
 def test_iptables_failures_are_counted(make: Callable[..., IpvsBackend]) -> None:
     backend = make()
     full(backend, web("10.244.2.1"))
-    assert [found.value for found in backend.kproxy_measure()] == [0, 0]
+    assert [found.value for found in backend.measure()] == [0, 0]
     subprocess.run(["iptables", "-w", "-F", "KUBE-IPVS-FILTER"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skeleton, "no_frontend", lambda family: "-j NO-SUCH-TARGET")
         with pytest.raises(SyncFailed):
             full(backend, web("10.244.2.1"))
-    assert {found.labels["ip_family"]: found.value for found in backend.kproxy_measure()} == {
+    assert {found.labels["ip_family"]: found.value for found in backend.measure()} == {
         "IPv4": 1, "IPv6": 0}  # fmt: skip
     full(backend, web("10.244.2.1"))
     assert full(backend, web("10.244.2.1")) == 0
@@ -495,9 +495,9 @@ def test_damage_to_the_device_is_reported_and_repaired(
     full(backend, wanted)
     before = state(Family.IPV4, kernel)
     seen: Queue[tuple[Family, str]] = Queue()
-    backend.kproxy_watch(lambda family, what: seen.put((family, what)))
+    backend.watch(lambda family, what: seen.put((family, what)))
     change(backend, web("10.244.2.1"))
-    backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, web("10.244.2.1")))
+    backend.sync(changed_update(NODES[Family.IPV4], wanted, web("10.244.2.1")))
     for damage, told in (
         ("address del 10.96.0.2/32 dev kube-ipvs0", "10.96.0.2 deleted from kube-ipvs0"),
         ("link delete kube-ipvs0", "interface kube-ipvs0 deleted"),

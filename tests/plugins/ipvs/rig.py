@@ -55,7 +55,7 @@ def make() -> Iterator[Callable[..., IpvsBackend]]:
 
         def made(**options: object) -> IpvsBackend:
             backend = IpvsBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
-            stack.callback(backend.kproxy_close)
+            stack.callback(backend.close)
             return backend
 
         yield made
@@ -105,11 +105,11 @@ def web(*endpoints: str) -> Plans:
 
 def full(backend: IpvsBackend, wanted: Mapping[ServicePortKey, ServicePlan]) -> int:
     family = next(iter(wanted.values())).family
-    return backend.kproxy_sync(full_update(NODES[family], wanted)).operations
+    return backend.sync(full_update(NODES[family], wanted)).operations
 
 
 def change(backend: IpvsBackend, wanted: Plans) -> int:
-    return backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, wanted)).operations
+    return backend.sync(changed_update(NODES[Family.IPV4], wanted, wanted)).operations
 
 
 @pytest.fixture

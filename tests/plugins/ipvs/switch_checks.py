@@ -201,7 +201,7 @@ def iptables() -> Iterator[IptablesBackend]:
     """Yield a backend of the iptables mode."""
     backend = IptablesBackend(BackendSettings(tuple(Family)))
     yield backend
-    backend.kproxy_close()
+    backend.close()
 
 
 def chains(family: Family) -> dict[tuple[str, str], list[str]]:
@@ -241,7 +241,7 @@ def test_connections_survive_a_switch_to_iptables(
     net, update = lab.net, lab.net.update
     family, vip = net.family, net.vip
     ipvs = make()
-    ipvs.kproxy_sync(update)
+    ipvs.sync(update)
     held = [
         lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(net.external), lab.dial(vip, inside=True),
         lab.dial(net.external, inside=True), lab.dial(net.external, inside=True),
@@ -261,7 +261,7 @@ def test_connections_survive_a_switch_to_iptables(
     late = lab.datagrams(net.dns, 53)
     late.send(b"wait")
 
-    iptables.kproxy_sync(update)
+    iptables.sync(update)
     held.append(lab.dial(net.idle, inside=True))  # Not through IPVS: its source address will be deleted.
     left = retire(())
     assert not left.errors
@@ -305,7 +305,7 @@ def test_connections_survive_a_switch_to_iptables(
     assert retire(()).waiting == 0
     assert not device.read(family)[0]
 
-    ipvs.kproxy_close()
+    ipvs.close()
     assert not cleanup(dry_run=False).errors
     assert not device.exists()
     assert not any("--match-set" in rule for found in chains(family).values() for rule in found)
@@ -320,7 +320,7 @@ def test_switch_from_iptables_has_no_gap(
 ) -> None:  # fmt: skip
     net, update, vip = lab.net, lab.net.update, lab.net.vip
     key = ServerKey(net.family, 0, parse_address(vip), Protocol.TCP, 80)
-    iptables.kproxy_sync(update)
+    iptables.sync(update)
     held = [lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(vip, inside=True)]
     restore, restored = Tables.restore, []
 
@@ -335,14 +335,14 @@ def test_switch_from_iptables_has_no_gap(
     monkeypatch.setattr(Tables, "restore", observed)
     ipvs = make()
     with clients(lab) as failures:
-        ipvs.kproxy_sync(update)
-        assert ipvs.kproxy_sync(update).operations == 0
+        ipvs.sync(update)
+        assert ipvs.sync(update).operations == 0
         assert len(restored) == 1
         monkeypatch.undo()
         assert not clean_up_iptables(dry_run=False).errors
     assert not failures
     assert not any(chain.startswith(("KUBE-SVC-", "KUBE-SEP-")) for _, chain in chains(net.family))
-    assert ipvs.kproxy_sync(update).operations == 0, "what both modes have was removed"
+    assert ipvs.sync(update).operations == 0, "what both modes have was removed"
     assert all(map(answers, held))
     fresh = lab.dial(vip)
     assert answers(fresh)
@@ -356,17 +356,17 @@ def test_switch_back_during_retirement(
 ) -> None:
     net, update = lab.net, lab.net.update
     key = ServerKey(net.family, 0, parse_address(net.vip), Protocol.TCP, 80)
-    make().kproxy_sync(update)
+    make().sync(update)
     held = [lab.dial(net.vip), lab.dial(net.vip, inside=True)]
     with clients(lab) as failures:
-        iptables.kproxy_sync(update)
+        iptables.sync(update)
         assert retire(()).waiting >= len(held)
         assert not any(kernel.read(net.family)[key].weights.values())
-        assert make().kproxy_sync(update).operations > 0
+        assert make().sync(update).operations > 0
         assert not clean_up_iptables(dry_run=False).errors
     assert not failures
     assert set(kernel.read(net.family)[key].weights.values()) == {1}
-    assert make().kproxy_sync(update).operations == 0
+    assert make().sync(update).operations == 0
     assert all(map(answers, held))
 
 
@@ -375,7 +375,7 @@ class Counting:
 
     def __init__(self, mode: str, backend: IptablesBackend | IpvsBackend) -> None:
         self.mode = mode
-        self.traffic = backend.kproxy_traffic
+        self.traffic = backend.traffic
 
 
 class Owners(FrontendOwners):
@@ -433,11 +433,11 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
 
     outside, node_port, inside = (net.vip, 80, False), (net.node, NODE_PORT, False), (net.vip, 80, True)
     try:
-        iptables.kproxy_sync(update)
+        iptables.sync(update)
         counted = recorder("iptables", iptables)
         check(counted, outside, outside, node_port, inside)
         assert reject(counted, inside=False) == 1
-        ipvs.kproxy_sync(update)
+        ipvs.sync(update)
         check(counted, outside, node_port, inside, (net.external, 80, False))
         new: Any = Counting("ipvs", ipvs)
         counted.switched(new, shares=False)
@@ -458,13 +458,13 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         counted.stop()
         lab.dial(net.vip)
         made += 1
-        ipvs.kproxy_close()
+        ipvs.close()
         ipvs = IpvsBackend(settings)
-        ipvs.kproxy_sync(update)
+        ipvs.sync(update)
         counted = recorder("ipvs", ipvs)
         check(counted, outside, node_port)
         assert reject(counted, inside=False) == 4
-        iptables.kproxy_sync(update)
+        iptables.sync(update)
         check(counted, outside, node_port)
         new = Counting("iptables", iptables)
         counted.switched(new, shares=False)
@@ -472,8 +472,8 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         check(counted, outside, node_port, inside)
         counted.stop()
     finally:
-        ipvs.kproxy_close()
-        iptables.kproxy_close()
+        ipvs.close()
+        iptables.close()
         clean_up_iptables(dry_run=False)
     assert any("kproxy-ipvs-counts" in line for line in cleanup(dry_run=False).removed)
     assert not any(table_exists(family, "kproxy-ipvs-counts") for family in Family)

@@ -39,7 +39,7 @@ def test_only_refused_features_are_missing(netns: None) -> None:
 
 def test_backend_start_names_missing_requirements(netns: None) -> None:
     with pytest.raises(Unsupported, match=r"no virtual servers for IPv4: .*CONFIG_IP_VS_NONE"):
-        IpvsBackend(BOTH).kproxy_begin()
+        IpvsBackend(BOTH).begin()
 
 
 @pytest.mark.parametrize("program", ["ipset", "iptables"])

@@ -116,8 +116,8 @@ def test_kproxys_own_table_is_judged_where_both_exist() -> None:
     update = golden_cases.update("clusterip-tcp-ipv4")
     with beside_kube_proxy("clusterip-tcp-ipv4") as plans:
         backend = NftablesBackend(BackendSettings(families=(Family.IPV4,)))
-        backend.kproxy_sync(replace(update, plans={}))
-        backend.kproxy_close()
+        backend.sync(replace(update, plans={}))
+        backend.close()
         assert found_in(plans) != []
 
 

@@ -76,9 +76,9 @@ def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPa
 
 def test_starting_a_backend_tries_the_features_and_leaves_no_trace() -> None:
     backend = NftablesBackend(BOTH)
-    assert backend.kproxy_begin()
+    assert backend.begin()
     assert nft("list ruleset") == ""
-    backend.kproxy_close()
+    backend.close()
 
 
 def test_a_missing_feature_is_named() -> None:
@@ -134,8 +134,8 @@ def test_a_backend_serves_without_a_flowtable_where_the_kernel_has_none(
 ) -> None:
     monkeypatch.setattr("kproxy_nftables.backend.FLOW_OFFLOAD", UNHEARD)
     backend = NftablesBackend(WITH_FLOWTABLE)
-    assert backend.kproxy_begin()
-    backend.kproxy_sync(full_update(node_view(), {}))
-    backend.kproxy_close()
+    assert backend.begin()
+    backend.sync(full_update(node_view(), {}))
+    backend.close()
     assert "flowtable" not in nft("list ruleset")
     assert [record.message for record in caplog.records] == ["flowtable not available"]

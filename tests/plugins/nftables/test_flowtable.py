@@ -55,4 +55,4 @@ def test_rules_have_no_flowtable_without_devices() -> None:
 
 def test_rendered_rules_are_checked_without_the_devices_of_the_node() -> None:
     backend = NftablesBackend(BackendSettings((Family.IPV4,), options={"flowtable": ["eth7"]}))
-    assert backend.kproxy_check_text(full_update(node_view(), {})) == ""
+    assert backend.check_text(full_update(node_view(), {})) == ""

@@ -51,11 +51,11 @@ NODES = {
 def backend(netns: None) -> Iterator[NftablesBackend]:
     made = NftablesBackend(BOTH)
     yield made
-    made.kproxy_close()
+    made.close()
 
 
 def resync(backend: NftablesBackend, wanted: Plans, node: NodeView = NODES[Family.IPV4]) -> SyncReport:
-    return backend.kproxy_sync(Update(node.family, Scope.RESYNC, node, dict(wanted), wanted))
+    return backend.sync(Update(node.family, Scope.RESYNC, node, dict(wanted), wanted))
 
 
 def change(
@@ -63,7 +63,7 @@ def change(
     changed: dict[ServicePortKey, ServicePlan | None],
     node: NodeView = NODES[Family.IPV4],
 ) -> SyncReport:
-    return backend.kproxy_sync(Update(node.family, Scope.CHANGED, node, changed, {}))
+    return backend.sync(Update(node.family, Scope.CHANGED, node, changed, {}))
 
 
 def nft(command: str) -> str:
@@ -129,7 +129,7 @@ def test_a_restart_over_a_correct_table_writes_nothing(backend: NftablesBackend,
     assert resync(backend, rich(family), NODES[family]).operations > 50
     again = NftablesBackend(BOTH)
     assert resync(again, rich(family), NODES[family]).operations == 0
-    again.kproxy_close()
+    again.close()
 
 
 @pytest.mark.parametrize("family", Family)
@@ -149,7 +149,7 @@ def test_a_restart_over_long_maps_does_not_list_them(
     for _ in range(2):
         again = NftablesBackend(BOTH)
         assert resync(again, rich(family), NODES[family]).operations == 0
-        again.kproxy_close()
+        again.close()
     with Kernel() as kernel:
         if kernel.counts(family):  # Older kernels do not tell them.
             assert not set(listed).intersection(names.ELEMENT_CONTAINERS)
@@ -219,7 +219,7 @@ def test_the_rendered_text_equals_the_programmed_table(
     backend: NftablesBackend, family: Family, tmp_path: Path
 ) -> None:
     wanted = rich(family)
-    text = backend.kproxy_render(Update(family, Scope.RESYNC, NODES[family], wanted, wanted))
+    text = backend.render(Update(family, Scope.RESYNC, NODES[family], wanted, wanted))
     resync(backend, wanted, NODES[family])
     programmed = nft(f"list table {family.ip} kproxy")
     nft(f"delete table {family.ip} kproxy")
@@ -239,7 +239,7 @@ def test_incremental_changes_reach_the_kernel(backend: NftablesBackend) -> None:
     change(backend, dict(rich()))
     full = NftablesBackend(BOTH)
     assert resync(full, rich()).operations == 0
-    full.kproxy_close()
+    full.close()
     change(backend, dict.fromkeys(rich()))
     assert [e for e in contents() if e[0] != names.NODE_IPS] == []
     listing = nft("list table ip kproxy")
@@ -267,8 +267,8 @@ def test_any_path_ends_in_the_kernel_of_a_full_sync(
         assert without_index(walked) == without_index(contents())
         assert owned == nft("-t list table ip kproxy").count("affinity-")
     finally:
-        path.kproxy_close()
-        fresh.kproxy_close()
+        path.close()
+        fresh.close()
 
 
 DAMAGE = [
@@ -305,7 +305,7 @@ def test_foreign_damage_is_noticed_named_and_repaired(
         reported.append((family, what))
         noticed.set()
 
-    assert backend.kproxy_watch(damaged)
+    assert backend.watch(damaged)
     nft(command)
     assert noticed.wait(5)
     assert reported[0][0] is Family.IPV4
@@ -324,7 +324,7 @@ def test_own_and_unrelated_changes_are_no_damage(backend: NftablesBackend) -> No
         reported.append(what)
         noticed.set()
 
-    backend.kproxy_watch(damaged)
+    backend.watch(damaged)
     resync(backend, {})
     change(backend, dict(rich()))
     nft("add table ip other")
@@ -339,7 +339,7 @@ def test_changes_before_the_watch_count_as_damage(backend: NftablesBackend) -> N
     resync(backend, rich())
     nft("flush ruleset")
     reported: list[Family] = []
-    backend.kproxy_watch(lambda family, what: reported.append(family))
+    backend.watch(lambda family, what: reported.append(family))
     assert reported == list(Family)
 
 
@@ -354,7 +354,7 @@ def test_an_unexpected_kernel_state_is_reported_and_not_acknowledged(backend: Nf
 
 def test_a_change_before_any_resync_writes_every_plan(backend: NftablesBackend) -> None:
     node = NODES[Family.IPV4]
-    backend.kproxy_sync(Update(node.family, Scope.CHANGED, node, {}, rich()))
+    backend.sync(Update(node.family, Scope.CHANGED, node, {}, rich()))
     assert resync(backend, rich()).operations == 0
 
 
@@ -363,11 +363,11 @@ def test_a_rule_that_another_process_replaced_is_foreseen_and_written_again(
 ) -> None:
     update = Update(Family.IPV4, Scope.RESYNC, NODES[Family.IPV4], rich(), rich())
     resync(backend, rich())
-    assert backend.kproxy_preview(update).operations == 0
+    assert backend.preview(update).operations == 0
     chain, rule = "ip kproxy nat-output", "jump services"
     (handle,) = re.findall(rf"{rule} # handle (\d+)", nft(f"-a list chain {chain}"))
     nft(f"replace rule {chain} handle {handle} accept")
-    foreseen = backend.kproxy_preview(update)
+    foreseen = backend.preview(update)
     assert f"add rule {chain} {rule}\n" in foreseen.transaction
     assert resync(backend, rich()).operations == foreseen.operations > 0
     assert rule in nft(f"list chain {chain}")
@@ -414,7 +414,7 @@ def test_busy_objects_are_deleted_at_the_next_change_and_counted(monkeypatch: py
     node, piece = NODES[Family.IPV4], endpoint_slice("web", endpoint("10.244.1.5"))
 
     def failures() -> list[tuple[str, float]]:
-        return [(m.labels["ip_family"], m.value) for m in reluctant.kproxy_measure()]
+        return [(m.labels["ip_family"], m.value) for m in reluctant.measure()]
 
     try:
         resync(reluctant, plans(node, service("web", affinity=60), piece))
@@ -427,7 +427,7 @@ def test_busy_objects_are_deleted_at_the_next_change_and_counted(monkeypatch: py
         assert "pin-" not in nft("list table ip kproxy")
         assert failures() == [("IPv4", 1), ("IPv6", 0)]
     finally:
-        reluctant.kproxy_close()
+        reluctant.close()
 
 
 def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
@@ -580,7 +580,7 @@ def test_a_table_of_another_owner_is_refused_though_nothing_is_to_be_written(net
     node = node_view("node1", pods="10.244.1.0/24")
     table, layout = skeleton.table(Family.IPV4, owned=True), skeleton.layout(node, (), {})
     backend = NftablesBackend(BackendSettings(families=(Family.IPV4,), own_tables=True))
-    assert backend.kproxy_begin()
+    assert backend.begin()
     with Connection.open() as other:  # The kernel tells sockets apart, not processes.
         other.run(difference(table, layout, None))
         with pytest.raises(SyncFailed, match=r"^table ip kproxy is owned by another process"):
@@ -588,7 +588,7 @@ def test_a_table_of_another_owner_is_refused_though_nothing_is_to_be_written(net
     assert resync(backend, {}, node).operations == 0
     with Connection.open() as other, pytest.raises(Refused, match="Operation not permitted"):
         other.run([table.delete()])
-    backend.kproxy_close()
+    backend.close()
 
 
 def test_objects_with_names_that_nft_cannot_write_are_deleted_and_never_written_as_text(
@@ -599,7 +599,7 @@ def test_objects_with_names_that_nft_cannot_write_are_deleted_and_never_written_
     resync(backend, {})
     with Kernel() as kernel:
         kernel.run(list(Table(Family.IPV4, names.TABLE).write([Chain(hostile)])))
-        assert hostile not in backend.kproxy_preview(update).transaction
+        assert hostile not in backend.preview(update).transaction
         resync(backend, {})
         assert (held := kernel.held(Family.IPV4, ())) is not None
         assert hostile not in held.chains

@@ -64,8 +64,8 @@ def program(*, affinity: bool) -> None:
         wanted |= plans(node, service("sticky", "80/UDP", ip="10.96.0.2", affinity=60),
                         endpoint_slice("sticky", endpoint("10.244.2.1"), ports=("8080/UDP",)))
     backend = NftablesBackend(BackendSettings(families=(Family.IPV4,)))
-    backend.kproxy_sync(Update(Family.IPV4, Scope.RESYNC, node, dict(wanted), wanted))
-    backend.kproxy_close()
+    backend.sync(Update(Family.IPV4, Scope.RESYNC, node, dict(wanted), wanted))
+    backend.close()
 
 
 def count(hosts: tuple[Namespace, Namespace], table: str, packet: str) -> tuple[int, int]:

@@ -36,4 +36,4 @@ def start() -> Iterator[Start]:
 
     yield make
     for proxy in made:
-        proxy.backend.kproxy_close()
+        proxy.backend.close()

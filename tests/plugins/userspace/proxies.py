@@ -33,8 +33,8 @@ class Proxy:
         slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
         found = plans(NODE[family], of, *slices)
         if self.damages or family not in self.backend._families:
-            return self.backend.kproxy_sync(full_update(NODE[family], found))
-        return self.backend.kproxy_sync(changed_update(NODE[family], found, found))
+            return self.backend.sync(full_update(NODE[family], found))
+        return self.backend.sync(changed_update(NODE[family], found, found))
 
 
 Start = Callable[..., Proxy]

@@ -100,12 +100,12 @@ def mode(family: Family) -> Iterator[NftablesBackend]:
     try:
         yield other
     finally:
-        other.kproxy_close()
+        other.close()
 
 
 def retired(proxy: Proxy) -> bool:
     """Return whether no client is waited for."""
-    found = proxy.backend.kproxy_retire()
+    found = proxy.backend.retire()
     assert found.errors == ()
     return not found.is_needed
 
@@ -125,7 +125,7 @@ def test_a_client_on_its_way_is_served_when_another_mode_takes_over(
         proxy.serve(of, host, family=family)
         with losing(what), on_the_way(vip) as (client,):
             found = plans(NODE[family], of, endpoint_slice(of.name.name, host, ports=["9001"]))
-            other.kproxy_sync(full_update(NODE[family], found))
+            other.sync(full_update(NODE[family], found))
             assert [retired(proxy) for _ in range(OFTEN)] == [False] * OFTEN
             assert reached(vip, 80) == f"{host}:9001"  # through the other mode
             nft("flush table inet lossy")
@@ -195,18 +195,18 @@ def remove(proxy: Proxy, name: str) -> int:
     """Delete a Service. Return the number of unserved service ports."""
     node = NODE[Family.IPV4]
     before = plans(node, service(name, "81"), endpoint_slice(name, HOST, ports=["9001"]))
-    return len(proxy.backend.kproxy_sync(changed_update(node, {}, before)).unserved)
+    return len(proxy.backend.sync(changed_update(node, {}, before)).unserved)
 
 
 @pytest.mark.parametrize("portals", [open_portals, NftPortals])
-@pytest.mark.parametrize("leave", ["kproxy_retire", "kproxy_close"])
+@pytest.mark.parametrize("leave", ["retire", "close"])
 def test_connections_of_an_earlier_mode_continue_without_any_other_rule(
     start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, leave: str
 ) -> None:
     monkeypatch.setattr(backend_module, "open_portals", portals)
     with endpoints((HOST, 9001)), mode(Family.IPV4) as earlier:
         found = plans(NODE[Family.IPV4], service(), endpoint_slice("web", HOST, ports=["9001"]))
-        earlier.kproxy_sync(full_update(NODE[Family.IPV4], found))
+        earlier.sync(full_update(NODE[Family.IPV4], found))
         with connect(VIP, 80) as kept:
             assert name_of(kept) == f"{HOST}:9001"
             proxy = start()

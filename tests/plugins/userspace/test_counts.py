@@ -51,7 +51,7 @@ def counting(start: Start) -> Proxy:
 def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
     """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``, followed by a failure."""
     found: Counter[str] = Counter()
-    for (address, protocol, port), where, number, _, failed, *_ in proxy.backend.kproxy_traffic(family):
+    for (address, protocol, port), where, number, _, failed, *_ in proxy.backend.traffic(family):
         dialled = format_address(address) if address else "any"
         endpoint = f"{format_address(where.address)}:{where.port}" if where else "rejected"
         pair = f"{protocol.name.lower()} {dialled}:{port} {endpoint}"

@@ -50,11 +50,11 @@ def test_rendered_portals_are_checked_where_nft_writes_them(monkeypatch: pytest.
     of = service("web", "80@30080", load_balancer_ips="203.0.113.1", source_ranges="198.51.100.0/24")
     node = node_view(anywhere=True)
     update = full_update(node, plans(node, of, endpoint_slice("web", "10.0.0.1")))
-    with_iptables = UserspaceBackend(BOTH).kproxy_check_text(update)
+    with_iptables = UserspaceBackend(BOTH).check_text(update)
     hide(monkeypatch, "iptables")
     backend = UserspaceBackend(BOTH)
-    assert "198.51.100.0/24 . 203.0.113.1 . tcp . 80" in backend.kproxy_render(update)
-    assert (with_iptables, backend.kproxy_check_text(update)) == (None, "")
+    assert "198.51.100.0/24 . 203.0.113.1 . tcp . 80" in backend.render(update)
+    assert (with_iptables, backend.check_text(update)) == (None, "")
 
 
 def test_without_iptables_and_nf_tables_there_is_still_a_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def sides(family: Family) -> Iterator[list[tuple[Question, KernelSide, KernelSid
         assert live is not None
         assert written is not None
         yield list(zip(asked, live, written, strict=True))
-        registry.close_backend(instance)
+        instance.close()
 
 
 @FAMILIES
@@ -83,7 +83,7 @@ def test_the_endpoint_that_affinity_keeps_for_a_client_is_named(family: Family) 
             source = parse_address(client.getsockname()[0])
             asked = replace(sticky, packet=sticky.packet._replace(source=source))
             after = instance.explain([asked], live=True)
-        registry.close_backend(instance)
+        instance.close()
     assert before is not None
     assert after is not None
     assert before[0].remembered is None

@@ -31,7 +31,7 @@ def await_true(holds: Callable[[], bool]) -> None:
 
 
 def measured(proxy: Proxy, name: str) -> float:
-    found = {each.name: each.value for each in proxy.backend.kproxy_measure()}
+    found = {each.name: each.value for each in proxy.backend.measure()}
     return found[f"kproxy_userspace_{name}"]
 
 
@@ -137,7 +137,7 @@ def test_a_shortage_is_logged_with_the_worker(start: Start, caplog: pytest.LogCa
     with endpoints(ONE), ExitStack() as stack:
         proxy = start(workers=1)
         proxy.serve(service(), "127.0.0.1")
-        assert proxy.backend.kproxy_watch(lambda family, what: None)
+        assert proxy.backend.watch(lambda family, what: None)
         with few_descriptors(proxy, 1):
             stack.enter_context(connect(VIP, 80))
             logged = "relay worker out of file descriptors, memory or local ports"

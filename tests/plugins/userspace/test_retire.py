@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.contract.values import Backend, BackendSettings
+from kproxy_core.contract import Backend, BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -40,7 +40,7 @@ def other() -> Iterator[NftablesBackend]:
     """A backend of another mode."""
     backend = NftablesBackend(BackendSettings((Family.IPV4,)))
     yield backend
-    backend.kproxy_close()
+    backend.close()
 
 
 def program(backend: Backend, *services: Service, port: str = "9001") -> int:
@@ -48,7 +48,7 @@ def program(backend: Backend, *services: Service, port: str = "9001") -> int:
     found: dict[ServicePortKey, ServicePlan] = {}
     for of in services:
         found |= plans(NODE[Family.IPV4], of, endpoint_slice(of.name.name, HOST, ports=[port]))
-    return backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations
+    return backend.sync(full_update(NODE[Family.IPV4], found)).operations
 
 
 def await_retired(proxy: Proxy, kept: int) -> None:
@@ -58,7 +58,7 @@ def await_retired(proxy: Proxy, kept: int) -> None:
     """
     deadline = time.monotonic() + PATIENCE
     while True:
-        found = proxy.backend.kproxy_retire()
+        found = proxy.backend.retire()
         assert not found.errors
         retirement = proxy.backend._retirement
         if retirement is not None and not retirement.is_accepting and found.waiting == kept:
@@ -71,7 +71,7 @@ def ends(proxy: Proxy) -> bool:
     """Return whether the last client leaves in time."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        if not proxy.backend.kproxy_retire().waiting:
+        if not proxy.backend.retire().waiting:
             return True
         time.sleep(0.02)
     return False
@@ -120,7 +120,7 @@ def test_another_mode_takes_over_without_harm_to_connections(start: Start, other
             assert name_of(kept) == "still here"
             kept.close()
             assert ends(proxy)
-            proxy.backend.kproxy_close()
+            proxy.backend.close()
             assert cleanup(dry_run=False).errors == cleanup(dry_run=True).removed == ()
             assert reached(VIP, 80) == NAME
         assert failures == more == []
@@ -164,12 +164,12 @@ def test_udp_clients_continue_until_conntrack_forgets_them(
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
             assert datagram(client, b"new", VIP, 53) == NAME
         assert len(one.flows) == len(relayed) + 1
-        assert proxy.backend.kproxy_retire().waiting == len(places)
+        assert proxy.backend.retire().waiting == len(places)
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)  # as time does
         for place, client in asking.items():
             assert datagram(client, b"3", *place) == NAME
         assert len(one.flows) == len(relayed) + 1 + len(places)
-        assert proxy.backend.kproxy_retire().waiting == 0
+        assert proxy.backend.retire().waiting == 0
 
 
 def test_udp_clients_without_an_endpoint_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
@@ -193,7 +193,7 @@ def test_connections_of_a_killed_worker_are_not_waited_for(start: Start) -> None
             for worker in proxy.workers():
                 worker.process.kill()
                 worker.process.wait()
-            assert proxy.backend.kproxy_retire().waiting == 0
+            assert proxy.backend.retire().waiting == 0
 
 
 def test_without_portals_ports_close_at_once_and_connections_continue(start: Start) -> None:
@@ -202,7 +202,7 @@ def test_without_portals_ports_close_at_once_and_connections_continue(start: Sta
         proxy.serve(service("web", "8080"), HOST)
         with connect("127.0.0.9", 8080) as kept:
             assert name_of(kept) == NAME
-            assert proxy.backend.kproxy_retire().waiting == 1
+            assert proxy.backend.retire().waiting == 1
             with pytest.raises(ConnectionRefusedError):
                 connect("127.0.0.9", 8080)
             kept.sendall(b"still here;")

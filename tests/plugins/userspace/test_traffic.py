@@ -144,7 +144,7 @@ def test_udp_flows_are_kept_until_idle(start: Start) -> None:
 
         def flows() -> float:
             name = "kproxy_userspace_udp_flows"
-            (value,) = [found.value for found in proxy.backend.kproxy_measure() if found.name == name]
+            (value,) = [found.value for found in proxy.backend.measure() if found.name == name]
             return value
 
         assert flows() == 1
@@ -226,7 +226,7 @@ def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
             proxy.damages.append(what)
             noticed.set()
 
-        assert proxy.backend.kproxy_watch(damaged)
+        assert proxy.backend.watch(damaged)
         for worker in proxy.workers():
             worker.process.kill()
             worker.process.wait()
@@ -257,7 +257,7 @@ def test_foreign_changes_of_portals_are_noticed_at_once_and_repaired(
                 proxy.damages.append(what)
                 noticed.set()
 
-        assert proxy.backend.kproxy_watch(damaged)
+        assert proxy.backend.watch(damaged)
         subprocess.run(["nft", damage], check=True)
         assert noticed.wait(PATIENCE)
         assert re.search(r"by nft\[\d+\]", proxy.damages[0])
@@ -281,7 +281,7 @@ def test_own_changes_and_foreign_rules_are_not_damage(
 
         monkeypatch.setattr(family, "is_intact", compare)
         reports: SimpleQueue[str] = SimpleQueue()
-        assert proxy.backend.kproxy_watch(lambda family, what: reports.put(what))
+        assert proxy.backend.watch(lambda family, what: reports.put(what))
         for port in range(81, 85):
             proxy.serve(service("web", str(port)), "127.0.0.1")
         for command in ("-N MINE", "-A MINE -j RETURN", "-I OUTPUT -j MINE", "-D OUTPUT -j MINE", "-F MINE"):
@@ -356,7 +356,7 @@ def test_close_leaves_no_redirection(start: Start) -> None:
         pids = [worker.process.pid for worker in proxy.workers()]
         with connect(VIP, 80) as client:
             assert name_of(client) == A
-            proxy.backend.kproxy_close()
+            proxy.backend.close()
             with pytest.raises(ConnectionResetError):  # not an orderly end
                 client.recv(1)
         rules = subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True)
@@ -376,7 +376,7 @@ def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> No
         second.serve(service("web", "80@30080"), "127.0.0.1")  # on other ports, in the same chains
         slices = endpoint_slice("web", "127.0.0.1", ports=["9001"])
         found = plans(NODE[Family.IPV4], service("web", "80@30080"), slices)
-        assert second.backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations == 0
+        assert second.backend.sync(full_update(NODE[Family.IPV4], found)).operations == 0
         assert reached(VIP, 80) == A
 
 
@@ -397,7 +397,7 @@ def test_clients_never_reach_another_service_at_a_port_of_a_killed_process(
     a, b = wanted.values()
     with endpoints(ONE, TWO), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         killed = start(**options).backend
-        killed.kproxy_sync(full_update(NODE[Family.IPV4], {**a, **b}))
+        killed.sync(full_update(NODE[Family.IPV4], {**a, **b}))
         assert datagram(client, b"1", VIP, 53) == A
         killed._workers.close()
         for family in killed._families.values():
@@ -420,8 +420,8 @@ def test_clients_never_reach_another_service_at_a_port_of_a_killed_process(
             with monkeypatch.context() as failing:
                 failing.setattr(family_module, "delete_flows", Mock(side_effect=HostError("no memory")))
                 with pytest.raises(SyncFailed):
-                    next_one.kproxy_sync(update)
-        next_one.kproxy_sync(update)
+                    next_one.sync(update)
+        next_one.sync(update)
         assert answered == []
         assert reached(VIP, 80) == A
         assert datagram(client, b"2", VIP, 53) == A
@@ -454,9 +454,9 @@ def test_a_node_port_moves_between_services_within_one_sync(
     first, second = (plans(node, service(name, "80@30080"), slices[name]) for name in names)
     with endpoints(ONE, TWO):
         proxy = start()
-        proxy.backend.kproxy_sync(full_update(node, first))
+        proxy.backend.sync(full_update(node, first))
         assert reached("192.0.2.1", 30080) == A
-        report = proxy.backend.kproxy_sync(changed_update(node, second, sorted({**first, **second})))
+        report = proxy.backend.sync(changed_update(node, second, sorted({**first, **second})))
         assert report.unserved == {}
         assert reached("192.0.2.1", 30080) == B
 
@@ -467,7 +467,7 @@ def test_relayed_traffic_is_counted(start: Start) -> None:
 
         def measured(name: str, to: str = "") -> float:
             (value,) = [
-                found.value for found in proxy.backend.kproxy_measure()
+                found.value for found in proxy.backend.measure()
                 if found.name == f"kproxy_userspace_{name}" and found.labels.get("to", "") == to
             ]
             return value
