@@ -157,17 +157,17 @@ def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERM
 
 # Deviations of this mode from the rules that it stands on. Pure.
 
-def caveats(update: Update, *, clients: str, whole_node: bool) -> Iterator[Caveat]:
-    """Yield the deviations of connect-time translation. *whole_node*: every cgroup is covered."""
+def caveats(update: Update, settings: Settings) -> Iterator[Caveat]:
+    """Yield the deviations of connect-time translation."""
     plans = [plan for plan in sorted_plans(update) if any(True for _ in wanted(plan))]
     if not plans:
         return
-    if only_node_clients(clients, update.node):
+    if only_node_clients(settings.clients, update.node):
         yield Caveat("sockets of pods are left to the rules", lost=False)
     else:
-        if clients == "all":
+        if settings.clients == "all":
             yield Caveat("pods reach external frontends with their own address as source", lost=False)
-        if whole_node:
+        if not settings.cgroup:
             yield Caveat(
                 "containers of this machine that are not of this cluster are translated too", lost=False
             )

@@ -69,8 +69,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_ebpf.detect import caveats
     from kproxy_ebpf.settings import read_settings
 
-    options = read_settings(settings)
-    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup))
+    return tuple(caveats(update, read_settings(settings)))
 
 
 @hookimpl

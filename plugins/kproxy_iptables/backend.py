@@ -76,10 +76,10 @@ class IptablesBackend(Backend):
         return report
 
     def render(self, update: Update) -> str:
-        return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
+        return render_text(update, self._settings)
 
     def preview(self, update: Update) -> Preview:
-        return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
+        return preview(update, self._settings)
 
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         return explain(questions, self._tables(questions[0].node.family) if live else None)

@@ -6,7 +6,7 @@ from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Upda
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import Attempts, sysctl_finding
-from kproxy_iptables.settings import read_settings
+from kproxy_iptables.settings import Settings, read_settings
 from kproxy_iptables.skeleton import serves_loopback
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
@@ -57,8 +57,8 @@ _REMEMBERED = 100
 """Clients of each endpoint: the default of ip_list_tot (net/netfilter/xt_recent.c)."""
 
 
-def caveats(update: Update, *, localhost_node_ports: bool) -> Sequence[Caveat]:
-    loopback = serves_loopback(update.node, enabled=localhost_node_ports)
+def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
+    loopback = serves_loopback(update.node, enabled=settings.localhost_node_ports)
     return (
         *of_node_ports(update, loopback=loopback, any_local_address=True),
         *of_unclaimed_ports(update),

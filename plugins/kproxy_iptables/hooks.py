@@ -70,7 +70,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_iptables.detect import caveats
     from kproxy_iptables.settings import read_settings
 
-    return caveats(update, localhost_node_ports=read_settings(settings).localhost_node_ports)
+    return caveats(update, read_settings(settings))
 
 
 @hookimpl

@@ -7,6 +7,7 @@ from kproxy_iptables import batch, kernel
 from kproxy_iptables.applied import Comparison, Observed
 from kproxy_iptables.kernel import read_facts, read_packets
 from kproxy_iptables.names import COUNTERS
+from kproxy_iptables.settings import Settings
 from kproxy_iptables.skeleton import Facts, serves_loopback
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
@@ -14,9 +15,9 @@ from kproxy_xtables.variant import find_variant
 # Serves `Backend.render`: all rules of one family as input for iptables-restore.
 
 
-def render_text(update: Update, *, localhost_node_ports: bool) -> str:
+def render_text(update: Update, settings: Settings) -> str:
     """Return the rules of a resync in an empty kernel without accounting objects."""
-    localhost = serves_loopback(update.node, enabled=localhost_node_ports)
+    localhost = serves_loopback(update.node, enabled=settings.localhost_node_ports)
     facts = Facts(localhost_node_ports=localhost)
     return comparison_text(Comparison(Observed(), update.plans, update.node, facts))
 
@@ -28,12 +29,12 @@ def comparison_text(comparison: Comparison) -> str:
 
 # Serves `Backend.preview`: the difference between the tables and the plans, for iptables-restore.
 
-def preview(update: Update, *, localhost_node_ports: bool) -> Preview:
+def preview(update: Update, settings: Settings) -> Preview:
     """Return what a resync would write, without the counters that it would create.
 
     Raises HostError, or NoVariant without iptables.
     """
-    localhost = serves_loopback(update.node, enabled=localhost_node_ports)
+    localhost = serves_loopback(update.node, enabled=settings.localhost_node_ports)
     counters = frozenset(name for name in COUNTERS if read_packets(name) is not None)
     facts = read_facts(counters, localhost_node_ports=localhost)
     observed = kernel.read(Tables(update.family, find_variant()))

@@ -16,7 +16,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.servers import try_server
-from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.settings import Settings, read_settings
 from kproxy_ipvs.wanted import schedulers
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
@@ -110,12 +110,12 @@ TIME_WAIT = 120
 """Seconds that IPVS keeps a TCP connection in this state, net/netfilter/ipvs/ip_vs_proto_tcp.c."""
 
 
-def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
+def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     """Return the caveats of *update*: node ports at interface addresses only, affinity by persistence."""
     plans = sorted_plans(update)
     return (
         *of_node_ports(update, loopback=False, any_local_address=False),
-        *_of_all(plans, scheduler),
+        *_of_all(plans, settings.scheduler),
         *(caveat for plan in plans for caveat in _of_service_port(plan)),
     )
 

@@ -85,7 +85,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_ipvs.detect import caveats
     from kproxy_ipvs.settings import read_settings
 
-    return caveats(update, scheduler=read_settings(settings).scheduler)
+    return caveats(update, read_settings(settings))
 
 
 @hookimpl

@@ -12,7 +12,7 @@ from kproxy_core.linux.trial import Attempts, problem_of
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.kernel.portals import NftPortals
-from kproxy_userspace.settings import read_settings
+from kproxy_userspace.settings import Settings, read_settings
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
@@ -73,12 +73,11 @@ def _rootless(finding: Requirement) -> Requirement:
 
 # Deviations of this mode from the Service API and from other modes. Pure.
 
-def caveats(update: Update, *, listen: Address | None, udp_idle_seconds: float) -> Sequence[Caveat]:
-    """Return all deviations. *listen* and *udp_idle_seconds* are those of `settings.Settings`."""
+def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     plans = sorted_plans(update)
     return (
-        *_of_addresses(update, listen),
-        *_of_all(plans, udp_idle_seconds),
+        *_of_addresses(update, settings.listen),
+        *_of_all(plans, settings.of_workers.udp_idle),
         *(caveat for plan in plans for caveat in _of_service_port(plan)),
     )
 

@@ -53,8 +53,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_userspace.detect import caveats
     from kproxy_userspace.settings import read_settings
 
-    wanted = read_settings(settings)
-    return caveats(update, listen=wanted.listen, udp_idle_seconds=wanted.of_workers.udp_idle)
+    return caveats(update, read_settings(settings))
 
 
 @hookimpl

@@ -6,6 +6,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf.detect import caveats
+from kproxy_ebpf.settings import Settings
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 MASQUERADING = node_view("node1", pods="10.244.1.0/24", masquerade_all=True)
@@ -34,6 +35,6 @@ LOOPBACK = "node port 30080 is served on 127.0.0.1 to the node itself"
 )
 def test_caveats(node: NodeView, what: Service, clients: str, whole_node: bool, expected: list[str]) -> None:
     update = full_update(node, plans(node, what, endpoint_slice("web", "10.244.2.1")))
-    found = list(caveats(update, clients=clients, whole_node=whole_node))
+    found = list(caveats(update, Settings(cgroup="" if whole_node else "/pods", clients=clients)))
     assert [caveat.what for caveat in found] == expected
     assert not any(caveat.lost for caveat in found)

@@ -11,12 +11,14 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_iptables.names import endpoint_chain, service_chains
 from kproxy_iptables.render import render_text
+from kproxy_iptables.settings import Settings
 from kproxy_iptables.skeleton import Facts
 from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style, wanted
 from tests.plugins.iptables.rig import INTERFACES, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans
 
 NODE = node_view(pods="10.244.0.0/16", anywhere=True)
+SETTINGS = Settings(localhost_node_ports=True, canary_period=30.0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_a_cluster_is_large_with_more_than_a_thousand_endpoints() -> None:
     for count, commented in ((LARGE_CLUSTER, True), (LARGE_CLUSTER + 1, False)):
         found = [endpoint(f"10.244.{number // 250}.{number % 250 + 1}") for number in range(count)]
         of = plans(NODE, service("web"), endpoint_slice("web", *found))
-        text = render_text(full_update(NODE, of), localhost_node_ports=True)
+        text = render_text(full_update(NODE, of), SETTINGS)
         assert ("default/web -> " in text) is commented
 
 
@@ -107,7 +109,7 @@ def test_iptables_restore_accepts_the_rendered_text(
         Scene(2, "UDP", (), "load balancer", False, True, False),
         Scene(3, "SCTP", (3,), "node port", False, True, True),
     )
-    text = render_text(full_update(NODES[family], all_plans(family, *scenes)), localhost_node_ports=True)
+    text = render_text(full_update(NODES[family], all_plans(family, *scenes)), SETTINGS)
     run(interface, "restore", "--noflush", family=family, stdin=text)
     saved = run(interface, "save", family=family).splitlines()
     given = [line for line in text.splitlines() if line.startswith("-A")]
