@@ -157,3 +157,10 @@ def test_a_mode_that_is_kept_out_is_not_cleaned_up_after(here: Path) -> None:
     ours = "no:nftables,no:iptables,no:ipvs,no:userspace"
     cleaned = kproxy("--cleanup", "--dry-run", "-p", ours, "-p", "no:one", path=here)
     assert cleaned.stdout == "two: what was left would be removed\n"
+
+
+def test_a_mode_without_text_is_not_rendered(here: Path) -> None:
+    (here / "some_one.py").write_text(plugin("one").replace("def render", "def other"))
+    done = kproxy("render", "--mode=one", f"--manifests={here}", path=here)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Error: mode one has no rules as text\n" in done.stderr
