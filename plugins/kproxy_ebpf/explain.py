@@ -1,4 +1,4 @@
-"""Serves `Backend.explain` and the hook `kproxy_dialled`: the map elements that decide for local sockets."""
+"""Explanation of packets: the map elements that decide for local sockets, and the frontends they dialled."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from kproxy_ebpf.kernel.port import PinnedMaps
 from kproxy_ebpf.kernel.sockets import stored_values
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, frontends_left_by_pods, only_node_clients, wanted
-
-# Serves the hook `kproxy_dialled`: the frontend that a socket remembers.
 
 
 def dialled(source: Destination, endpoint: Destination) -> Destination | None:
@@ -48,8 +46,6 @@ def _frontends(source: Destination, endpoint: Destination) -> Iterator[Destinati
             to, _, port = parse_frontend(peer[0])
             yield Destination(to, port)
 
-
-# Serves `Backend.explain`: the map elements that decide for local sockets, in front of the rules.
 
 def explain(
     questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: PinnedMaps | None

@@ -36,8 +36,6 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
         yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"
 
 
-# Serves `Backend.preview`: the difference between maps and plans.
-
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations on the maps as comments. Raises SyncFailed."""
     with pinned_maps(settings) as maps:

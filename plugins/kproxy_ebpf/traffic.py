@@ -1,4 +1,4 @@
-"""Serves `Backend.traffic`: the connections, packets, bytes and handshakes that programs count."""
+"""Traffic: connections, packets, bytes and handshakes as counted by programs."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Serves `Backend.explain`: the rules that packets meet."""
+"""Explanation of packets: the rules that they meet."""
 
 import re
 from collections import defaultdict

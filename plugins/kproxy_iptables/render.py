@@ -12,8 +12,6 @@ from kproxy_iptables.skeleton import Facts, serves_loopback
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 
-# Serves `Backend.render`: all rules of one family as input for iptables-restore.
-
 
 def render_text(update: Update, settings: Settings) -> str:
     """Return the rules of a resync in an empty kernel without accounting objects."""
@@ -26,8 +24,6 @@ def comparison_text(comparison: Comparison) -> str:
     """Return the input for iptables-restore that removes the differences, without stale chains."""
     return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
 
-
-# Serves `Backend.preview`: the difference between the tables and the plans, for iptables-restore.
 
 def preview(update: Update, settings: Settings) -> Preview:
     """Return what a resync would write, without the counters that it would create.

@@ -1,4 +1,4 @@
-"""Serves `Backend.explain`: the rules, sets and virtual servers that packets meet."""
+"""Explanation of packets: the rules, sets and virtual servers that they meet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

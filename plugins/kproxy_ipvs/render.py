@@ -89,8 +89,6 @@ def _scheduling(of: Scheduling) -> str:
     return f"-s {of.scheduler}{flags}"
 
 
-# Serves `Backend.preview`: the difference between the kernel and the plans, as text.
-
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations of a resync. Raises HostError, or NoVariant without iptables."""
     family, node = update.family, update.node

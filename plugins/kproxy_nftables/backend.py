@@ -29,7 +29,7 @@ from kproxy_nftables.names import REFUSED
 from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import watch
 
-# Serves `Backend.traffic`: the counters of the sets that rules fill.
+# Traffic: the counters of the sets that rules fill.
 
 
 def connections(family: Family) -> list[Connections]:

@@ -1,4 +1,4 @@
-"""Serves `Backend.explain`: the rules and elements that packets meet, kube-proxy's table included."""
+"""Explanation of packets: the rules and elements that they meet, kube-proxy's table included."""
 
 import re
 from collections import defaultdict
@@ -64,7 +64,7 @@ def _key(parts: Sequence[str]) -> bytes:
     return b"".join(map(parse_address, parts))
 
 
-# Serves `Backend.explain`: the rules and elements that packets meet.
+# The explanation.
 
 _UNREAD = "a rule that kproxy does not write"
 _FEW = 1000

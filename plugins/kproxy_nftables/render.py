@@ -73,8 +73,6 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
     return f"{text} : {value}" if value else text
 
 
-# Serves `Backend.preview`: the difference between the table and the plans, as nft commands.
-
 def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
     """Return the operations of a resync; *may_own*: see `BackendSettings.own_tables`. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans

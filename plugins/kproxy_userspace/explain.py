@@ -1,4 +1,4 @@
-"""Serves `Backend.explain`: the portals that packets meet, and the relays behind them."""
+"""Explanation of packets: the portals that they meet, and the relays behind them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, wanted
 
-# Serves `Backend.render` and `Backend.check_text`: all portals of one family, for people to read.
-
 
 def render_text(update: Update, settings: Settings) -> str:
     """Return the portals of a resync in an empty kernel, as input for nft or iptables-restore.
@@ -38,8 +36,6 @@ def complaint_about(update: Update, settings: Settings) -> str | None:
 
     return complaint(render_text(update, settings))
 
-
-# Serves `Backend.preview`: the relays and portals that a process opens when it starts.
 
 def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations of a start, with the text of `render_text`."""

@@ -1,4 +1,4 @@
-"""Serves `Backend.traffic`: connections that relays report, and UDP flows that have no endpoint."""
+"""Traffic: connections that relays report, and UDP flows without an endpoint."""
 
 import threading
 import time
