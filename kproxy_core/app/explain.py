@@ -23,7 +23,7 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Endpoint, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import (
-    Choice,
+    EndpointShare,
     Fate,
     Origin,
     Outcome,
@@ -350,7 +350,7 @@ def _differences(decided: Fate, kernel: Fate, *, ignore_source: bool) -> Iterato
         yield f"{lost:.0%} of new connections find no endpoint"
 
 
-def _difference(wanted: Choice, held: Choice, *, ignore_source: bool) -> Iterator[str]:
+def _difference(wanted: EndpointShare, held: EndpointShare, *, ignore_source: bool) -> Iterator[str]:
     text = format_socket(*wanted.where)
     if abs(wanted.share - held.share) > _TOLERANCE:
         yield f"endpoint {text} gets {held.share:.1%} of new connections, and should get {wanted.share:.1%}"

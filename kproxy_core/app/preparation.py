@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Scope
-from kproxy_core.linux.conntrack import ConntrackLimits, apply
+from kproxy_core.linux.conntrack import ConntrackLimits, apply_limits
 from kproxy_core.linux.errors import HostError
 from kproxy_core.observe.events import EventRecorder
 from kproxy_core.sync.observer import Synced, SyncObserver
@@ -109,7 +109,7 @@ def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
     Return False if the kernel does not track connections yet; our rules will make it. Raises HostError.
     """
     try:
-        applied = apply(wanted)
+        applied = apply_limits(wanted)
     except HostError as error:
         if error.errno == errno.ENOENT:
             return False

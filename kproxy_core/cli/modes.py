@@ -45,8 +45,8 @@ def facts(families: Iterable[Family]) -> Iterator[tuple[str, str]]:
 
 def _namespaces() -> str:
     try:
-        problem = trial.ask(lambda namespace: namespace.enter())
-    except trial.TrialUnanswered as error:
+        problem = trial.run_in_child(lambda namespace: namespace.enter())
+    except trial.TrialFailed as error:
         return str(error)
     if problem:
         return problem
@@ -256,8 +256,8 @@ def _detection(
             return Detection((Requirement(_GATE, False, str(error)),), config.mode)
 
     try:
-        return trial.ask(detect)
-    except trial.TrialUnanswered as error:
+        return trial.run_in_child(detect)
+    except trial.TrialFailed as error:
         return Detection((Requirement("an answer from the plugin", False, str(error)),), config.mode)
 
 

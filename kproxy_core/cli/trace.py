@@ -22,7 +22,7 @@ from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.addresses import node_addresses
-from kproxy_core.linux.conntrack import Direction, flow_events
+from kproxy_core.linux.conntrack import FlowTuple, flow_events
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.tracing import (
     PATIENCE,
@@ -51,7 +51,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
     registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
     mode = answers[0]["kernel"]["mode"]
 
-    def dialled(protocol: int, way: Direction) -> Destination | None:
+    def dialled(protocol: int, way: FlowTuple) -> Destination | None:
         source, endpoint = way[:2], way[2:]
         with suppress(HostError, PluginFailed):
             return registry.dialled(mode, Protocol(protocol), Destination(*source), Destination(*endpoint))

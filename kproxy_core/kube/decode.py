@@ -13,12 +13,12 @@ from msgspec import Raw, Struct, field
 
 from kproxy_core.kube import wire
 from kproxy_core.kube.reading import (
-    Findings,
+    FieldError,
+    FieldErrors,
     Reading,
-    Refused,
     checked_label,
     checked_subdomain,
-    read_endpoints_object,
+    mirror_endpoints,
     read_node,
     read_service,
     read_service_cidr,
@@ -166,7 +166,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         if len(data) > MAX_OBJECT_BYTES:
-            return self._undecodable(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
+            return self._undecodable(FieldError("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
         try:
             decoded = self._decode(data)
         except UNDECODABLE as error:
@@ -211,7 +211,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
             return bookmark(meta)
         return WatchEvent(line.type, (meta and meta.resource_version) or "", self.from_json(line.object))
 
-    def _undecodable(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
+    def _undecodable(self, refused: FieldError, data: bytes | Raw) -> Reading[V]:
         """Return the refusal of an object that can't be decoded, with its name if that can be."""
         try:
             meta = _decode_identified(data).metadata or _Identity()
@@ -219,7 +219,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
             meta = _Identity()
         return self.refused(refused, meta.name, meta.namespace)
 
-    def refused(self, refused: Refused, name: object, namespace: object) -> Reading[V]:
+    def refused(self, refused: FieldError, name: object, namespace: object) -> Reading[V]:
         """Return the refusal of an object with a *name* and *namespace* that may be anything."""
         if not isinstance(name, str):
             name = None
@@ -229,12 +229,12 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
             namespace = "default"
         elif not isinstance(namespace, str):
             namespace = "?"
-        bad = Findings([refused]).bad(self.kind, namespace, name)
+        bad = FieldErrors([refused]).bad(self.kind, namespace, name)
         try:
             if self.namespaced:
                 checked_label(namespace, "metadata.namespace")
             return Reading((namespace, checked_subdomain(name, "metadata.name")), None, bad)
-        except Refused:
+        except FieldError:
             return Reading(None, None, bad)
 
 
@@ -249,16 +249,16 @@ def bookmark(meta: wire.ObjectMeta | None) -> WatchEvent[Any]:
     return WatchEvent("BOOKMARK", meta.resource_version or "", initial_events_end=end)
 
 
-def explained(error: Exception) -> Refused:
+def explained(error: Exception) -> FieldError:
     """Return field and problem of one of UNDECODABLE, in the words of msgspec,
     like "Expected `int | null`, got `str` - at `$.spec.ports[0].port`".
     """
     if isinstance(error, RecursionError):
-        return Refused("", "nested too deeply")
+        return FieldError("", "nested too deeply")
     problem, _, path = str(error).replace("`", "").replace(" | null", "").partition(" - at ")
     if not problem.startswith("JSON"):
         problem = problem[:1].lower() + problem[1:]
-    return Refused(path.removeprefix("$").removeprefix("."), problem)
+    return FieldError(path.removeprefix("$").removeprefix("."), problem)
 
 
 SERVICES = Resource(
@@ -267,7 +267,7 @@ SERVICES = Resource(
 ENDPOINT_SLICES = Resource(
     "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
     lambda name: events.SliceGone(SliceName(*name)))
-ENDPOINTS = Resource("Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints_object)
+ENDPOINTS = Resource("Endpoints", "v1", "endpoints", wire.Endpoints, mirror_endpoints)
 NODES = Resource("Node", "v1", "nodes", wire.Node, read_node, lambda _: events.NodeGone(), namespaced=False)
 SERVICE_CIDRS = Resource(
     "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,

@@ -21,8 +21,8 @@ from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_C
 from kproxy_core.kube.reading import quoted, shown
 from kproxy_core.kube.yaml import NotYaml, documents
 from kproxy_core.linux import files
-from kproxy_core.linux.files import DirectoryWatch, Hints, is_manifest
-from kproxy_core.linux.netlink import Watch
+from kproxy_core.linux.files import DirectoryChanges, DirectoryWatch, is_manifest
+from kproxy_core.linux.netlink import PollThread
 from kproxy_core.model.events import (
     BadObject,
     Complete,
@@ -401,7 +401,7 @@ class DirectorySource:
         """Start delivering. Raises OSError if the kernel grants no inotify instance."""
         self._emit = emit
         self._watch = DirectoryWatch(self._path)
-        self._thread = Watch("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
+        self._thread = PollThread("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
 
     def stop(self) -> None:
         self._stopping = True
@@ -485,7 +485,7 @@ class DirectorySource:
         except OSError:
             return False
 
-    def _follow(self, hints: Hints, changes: dict[str, Content]) -> None:
+    def _follow(self, hints: DirectoryChanges, changes: dict[str, Content]) -> None:
         """Read into *changes* every file that is complete, and schedule the others."""
         if hints.directory:
             self._renew()

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from msgspec import UNSET
 
 from kproxy_core.kube import decode, wire
-from kproxy_core.kube.reading import Reading, Refused, read_endpoints, shown
+from kproxy_core.kube.reading import FieldError, Reading, read_endpoints, shown
 from kproxy_core.model.service import Endpoint
 
 # The protobuf messages of Kubernetes 1.36: only the fields that a proxy reads. Parsing skips all others.
@@ -351,7 +351,7 @@ class ProtobufDecoder(Generic[W, V]):
             name, namespace = meta.name, meta.namespace
         except DecodeError:
             name = namespace = None
-        return self._resource.refused(Refused("", problem), name, namespace)
+        return self._resource.refused(FieldError("", problem), name, namespace)
 
 
 def read_status(data: bytes) -> decode.Status:

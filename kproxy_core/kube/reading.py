@@ -74,7 +74,7 @@ class Reading(Struct, Generic[V], frozen=True, gc=False):
     """The parts that could not be used."""
 
 
-class Refused(Exception):
+class FieldError(Exception):
     """An object is unusable as a whole because of one field."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -83,13 +83,13 @@ class Refused(Exception):
         self.problem = problem
 
 
-class Findings(list[Refused]):
+class FieldErrors(list[FieldError]):
     """The problems of one object. A list, because nearly every object has none: it is made quickly."""
 
     __slots__ = ()
 
     def add(self, field: str, problem: str) -> None:
-        self.append(Refused(field, problem))
+        self.append(FieldError(field, problem))
 
     def bad(self, kind: str, namespace: str | None, name: str | None) -> tuple[BadObject, ...]:
         """Return the problems as those of the object *name*."""
@@ -97,7 +97,7 @@ class Findings(list[Refused]):
         return tuple(BadObject(kind, shown(name), found.field, found.problem) for found in self)
 
 
-ReadPorts = Callable[[Sequence[W], str, Findings], tuple[V, ...]]
+ReadPorts = Callable[[Sequence[W], str, FieldErrors], tuple[V, ...]]
 """Returns the usable ones of an object's ports, which are at a path in it."""
 
 
@@ -108,34 +108,34 @@ def shown(text: str, limit: int = 80) -> str:
 
 
 def checked_label(text: str | None, field: str) -> str:
-    """Return *text* if it is a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
+    """Return *text* if it is a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises FieldError."""
     if text and is_label(text):
         return text
-    raise Refused(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
+    raise FieldError(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
 
 
 def checked_subdomain(text: str | None, field: str) -> str:
-    """Return *text* if it is DNS labels joined by dots, at most 253 characters. Raises Refused."""
+    """Return *text* if it is DNS labels joined by dots, at most 253 characters. Raises FieldError."""
     if text and (is_label(text) or _is_subdomain(text)):
         return text
-    raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
+    raise FieldError(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
 
 
 def read_namespaced(
     kind: str, obj: W, meta: M, named: Callable[[str, str | None], N],
-    value: Callable[[N, W, M, Findings], V],
+    value: Callable[[N, W, M, FieldErrors], V],
 ) -> Reading[V]:
     """Read *obj*, of a namespaced *kind*: *named* makes its name, *value* its value. Both may raise Refused.
 
     A namespace is a DNS label, and that of a manifest without one is ``default``.
     """
     namespace = meta.namespace or "default"
-    found = Findings()
+    found = FieldErrors()
     name = None
     try:
         name = named(_namespace(namespace), meta.name)
         read = value(name, obj, meta, found)
-    except Refused as refused:
+    except FieldError as refused:
         found.append(refused)
         return Reading(name, None, found.bad(kind, namespace, meta.name))
     return Reading(name, read, found.bad(kind, namespace, meta.name) if found else ())
@@ -148,18 +148,18 @@ def share_ports(read: ReadPorts[W, V]) -> ReadPorts[W, V]:
     """
     @lru_cache(maxsize=1024)
     def read_good(ports: tuple[W, ...]) -> tuple[V, ...]:
-        found = Findings()
+        found = FieldErrors()
         kept = read(ports, "", found)
         if found:
             raise found.pop()
         return kept
 
-    def read_shared(ports: Sequence[W], path: str, found: Findings) -> tuple[V, ...]:
+    def read_shared(ports: Sequence[W], path: str, found: FieldErrors) -> tuple[V, ...]:
         if len(ports) > _FEW_PORTS:
             return read(ports, path, found)
         try:
             return read_good(tuple(ports))
-        except Refused:
+        except FieldError:
             return read(ports, path, found)
 
     return read_shared
@@ -167,7 +167,7 @@ def share_ports(read: ReadPorts[W, V]) -> ReadPorts[W, V]:
 
 @lru_cache(maxsize=1024)
 def _namespace(text: str) -> str:
-    """Return *text*, interned, if it is a DNS label. Raises Refused. Cached, because namespaces recur."""
+    """Return *text*, interned, if it is a DNS label. Raises FieldError. Cached, because namespaces recur."""
     return sys.intern(checked_label(text, "metadata.namespace"))
 
 
@@ -177,28 +177,28 @@ def origin_of(meta: wire.ObjectMeta) -> str:
 
 
 def service_name(namespace: str, name: str | None) -> ServiceName:
-    """Return the checked name of a Service. It is interned: many objects hold it. Raises Refused."""
+    """Return the checked name of a Service. It is interned: many objects hold it. Raises FieldError."""
     return ServiceName(namespace, sys.intern(checked_label(name, "metadata.name")))
 
 
 def checked_address(text: str | None, field: str, at: int) -> Address:
-    """Return the address *text* if it can receive traffic; *field* has a place for *at*. Raises Refused."""
+    """Return the address *text* if it can receive traffic. *at* completes *field*. Raises FieldError."""
     try:
         address = parse_address(text or "")
     except ValueError:
-        raise Refused(field.format(at), f"{quoted(text)} is not an IP address") from None
+        raise FieldError(field.format(at), f"{quoted(text)} is not an IP address") from None
     if is_special(address):
         problem = f"{text} is an unspecified, loopback, multicast or broadcast address"
-        raise Refused(field.format(at), problem)
+        raise FieldError(field.format(at), problem)
     return address
 
 
 def checked_cidr(text: str | None, field: str, at: int) -> Cidr:
-    """Return the network *text*; *field* has a place for *at*. Raises Refused."""
+    """Return the network *text*. *at* completes *field*. Raises FieldError."""
     try:
         return parse_cidr(text or "")
     except ValueError:
-        raise Refused(field.format(at), f"{quoted(text)} is not a CIDR") from None
+        raise FieldError(field.format(at), f"{quoted(text)} is not a CIDR") from None
 
 
 def is_special(address: Address) -> bool:
@@ -235,11 +235,11 @@ T = TypeVar("T")
 def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
     """Read *obj*; ServiceGone if this proxy does not serve it."""
     meta = obj.metadata or wire.ServiceMeta()
-    return read_namespaced("Service", obj, meta, service_name, _service_value)
+    return read_namespaced("Service", obj, meta, service_name, _to_service)
 
 
-def _service_value(
-    name: ServiceName, obj: wire.Service, meta: wire.ServiceMeta, found: Findings
+def _to_service(
+    name: ServiceName, obj: wire.Service, meta: wire.ServiceMeta, found: FieldErrors
 ) -> ServiceSet | ServiceGone:
     spec = obj.spec or wire.ServiceSpec()
     if meta.labels is not None and meta.labels.proxy_name is not UNSET:
@@ -247,7 +247,7 @@ def _service_value(
     if spec.type == "ExternalName":
         return ServiceGone(name)
     if spec.type not in _TYPES:
-        raise Refused("spec.type", f"{quoted(spec.type)} is not a type of Service")
+        raise FieldError("spec.type", f"{quoted(spec.type)} is not a type of Service")
     cluster_ips = _cluster_ips(spec)
     if not cluster_ips or not spec.ports:
         return ServiceGone(name)
@@ -280,7 +280,7 @@ def _service_value(
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
-    """Return the ClusterIPs, one a family; () if there are none, as of a headless Service. Raises Refused."""
+    """Return the ClusterIPs, one a family; () for a headless Service. Raises FieldError."""
     texts, path = spec.cluster_ips, "spec.clusterIPs[{}]"
     if not texts:
         texts, path = [spec.cluster_ip], "spec.clusterIP"
@@ -288,27 +288,27 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
     if not first or first == "None":
         return ()
     if first != texts[0]:
-        raise Refused(path.format(0), f"{quoted(texts[0])} differs from spec.clusterIP")
+        raise FieldError(path.format(0), f"{quoted(texts[0])} differs from spec.clusterIP")
     labels = spec.ip_families or ()
     for i, label in enumerate(labels):
         if label not in _FAMILIES:
-            raise Refused(f"spec.ipFamilies[{i}]", f"{quoted(label)} is not an IP family")
+            raise FieldError(f"spec.ipFamilies[{i}]", f"{quoted(label)} is not an IP family")
     by_family: dict[Family, Address] = {}
     for i, text in enumerate(texts[:len(labels)] if labels else texts):
         address = checked_address(text, path, i)
         family = family_of(address)
         if labels and family.label != labels[i]:
             problem = f"{text} is not an {labels[i]} address, as spec.ipFamilies says"
-            raise Refused(path.format(i), problem)
+            raise FieldError(path.format(i), problem)
         by_family.setdefault(family, address)
     return tuple(by_family.values())
 
 
 @share_ports
 def _read_ports(
-    ports: Sequence[wire.ServicePort], path: str, found: Findings
+    ports: Sequence[wire.ServicePort], path: str, found: FieldErrors
 ) -> tuple[PortSpec, ...]:
-    """Return the valid ones of *ports*. Raises Refused if there are none."""
+    """Return the valid ones of *ports*. Raises FieldError if there are none."""
     kept: dict[tuple[str, int], PortSpec] = {}
     for i, port in enumerate(ports):
         name = port.name or ""
@@ -335,7 +335,7 @@ def _read_ports(
     return tuple(kept.values())
 
 
-def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
+def _load_balancer_ips(status: wire.ServiceStatus | None, found: FieldErrors) -> tuple[Address, ...]:
     """Return the addresses to serve: no host names, and none with ``ipMode: Proxy`` (KEP-1860)."""
     if status is None or status.load_balancer is None or not status.load_balancer.ingress:
         return ()
@@ -345,7 +345,7 @@ def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tu
 
 def _each(
     texts: Iterable[str | None], field: str, check: Callable[[str | None, str, int], T],
-    found: Findings,
+    found: FieldErrors,
 ) -> tuple[T, ...]:
     """Return the results of *check* for *texts*, each once. Blank texts are dropped, bad ones reported."""
     kept: dict[T, None] = {}
@@ -353,12 +353,12 @@ def _each(
         if text and (text := text.strip()):
             try:
                 kept[check(text, field, i)] = None
-            except Refused as refused:
+            except FieldError as refused:
                 found.append(refused)
     return tuple(kept)
 
 
-def _source_ranges(texts: Sequence[str | None], found: Findings) -> tuple[Cidr, ...]:
+def _source_ranges(texts: Sequence[str | None], found: FieldErrors) -> tuple[Cidr, ...]:
     """Return the networks that restrict clients; none of a family in which one covers every address.
 
     Beside an invalid entry, only valid ones admit clients: a family without any admits nobody. kube-proxy
@@ -369,7 +369,7 @@ def _source_ranges(texts: Sequence[str | None], found: Findings) -> tuple[Cidr, 
     for i, text in enumerate(texts):
         try:
             ranges[checked_cidr(text and text.strip(), "spec.loadBalancerSourceRanges[{}]", i)] = None
-        except Refused as refused:
+        except FieldError as refused:
             found.add(refused.field, f"{refused.problem}; only clients in valid ranges are admitted")
             is_valid = False
     open_to_all = {r.family for r in ranges if r.prefix == 0}
@@ -380,7 +380,7 @@ def _source_ranges(texts: Sequence[str | None], found: Findings) -> tuple[Cidr, 
     return kept + tuple(family.no_source for family in Family if family not in ranged)
 
 
-def _affinity_seconds(spec: wire.ServiceSpec, found: Findings) -> int:
+def _affinity_seconds(spec: wire.ServiceSpec, found: FieldErrors) -> int:
     if spec.session_affinity in (None, "", "None"):
         return 0
     if spec.session_affinity != "ClientIP":
@@ -400,13 +400,13 @@ def _affinity_seconds(spec: wire.ServiceSpec, found: Findings) -> int:
     return AFFINITY_SECONDS
 
 
-def _is_local(policy: str | None, field: str, found: Findings) -> bool:
+def _is_local(policy: str | None, field: str, found: FieldErrors) -> bool:
     if policy not in (None, "", "Cluster", "Local"):
         found.add(field, f"{quoted(policy)} is neither Cluster nor Local; using Cluster")
     return policy == "Local"
 
 
-def _health_check_node_port(port: int | None, found: Findings) -> int:
+def _health_check_node_port(port: int | None, found: FieldErrors) -> int:
     if port is not None and 0 < port < 65536:
         return port
     problem = f"{port} is not a port (1 to 65535)" if port else "is 0: no health check is served"
@@ -414,7 +414,7 @@ def _health_check_node_port(port: int | None, found: Findings) -> int:
     return 0
 
 
-def _created(stamp: str | None, found: Findings) -> str:
+def _created(stamp: str | None, found: FieldErrors) -> str:
     """Return *stamp* in UTC and whole seconds, so that such texts sort by time."""
     if not stamp:
         return ""
@@ -448,15 +448,15 @@ _new = tuple.__new__
 def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
     """Read *obj*; SliceGone if it can't belong to a Service that is served."""
     meta = obj.metadata or wire.SliceMeta()
-    return read_namespaced("EndpointSlice", obj, meta, _slice_name, _slice_value)
+    return read_namespaced("EndpointSlice", obj, meta, _slice_name, _to_slice)
 
 
 def _slice_name(namespace: str, name: str | None) -> SliceName:
     return _new(SliceName, (namespace, checked_subdomain(name, "metadata.name")))
 
 
-def _slice_value(
-    name: SliceName, obj: wire.EndpointSlice, meta: wire.SliceMeta, found: Findings
+def _to_slice(
+    name: SliceName, obj: wire.EndpointSlice, meta: wire.SliceMeta, found: FieldErrors
 ) -> SliceSet | SliceGone:
     labels = meta.labels
     if labels is None or not labels.service_name or labels.headless is not UNSET:
@@ -464,20 +464,20 @@ def _slice_value(
     if obj.address_type == "FQDN":
         return SliceGone(name)
     if not obj.address_type:
-        raise Refused("addressType", "is missing")
+        raise FieldError("addressType", "is missing")
     family = _ADDRESS_TYPES.get(obj.address_type)
     if family is None:
-        raise Refused("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
+        raise FieldError("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
     service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
     endpoints: Sequence[wire.Endpoint | Endpoint] = obj.endpoints or []
     ports = obj.ports or []
     if len(endpoints) > MAX_ENDPOINTS:
-        raise Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
+        raise FieldError("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
     if len(ports) > MAX_PORTS:
-        raise Refused("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
+        raise FieldError("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
     if len(endpoints) * len(ports) > MAX_DESTINATIONS:
         many = f"{len(ports)} of them with {len(endpoints)} endpoints each is too much"
-        raise Refused("ports", many)
+        raise FieldError("ports", many)
     stamp = meta.annotations.trigger_time if meta.annotations else None
     piece = EndpointSlice(
         name,
@@ -490,7 +490,7 @@ def _slice_value(
 
 
 @share_ports
-def read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
+def read_ports(ports: Sequence[wire.SlicePort], path: str, found: FieldErrors) -> tuple[SlicePort, ...]:
     """Return the usable ones of *ports*, which are at *path* in the object."""
     kept = []
     for i, port in enumerate(ports):
@@ -512,7 +512,7 @@ def read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> t
 
 
 def _endpoints(
-    endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: Findings
+    endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: FieldErrors
 ) -> tuple[Endpoint, ...]:
     size = family.size
     read = read_endpoints(endpoints)
@@ -524,7 +524,7 @@ def _endpoints(
     return kept
 
 
-def _report(entry: wire.Endpoint | Endpoint, path: str, family: Family, found: Findings) -> None:
+def _report(entry: wire.Endpoint | Endpoint, path: str, family: Family, found: FieldErrors) -> None:
     """Report the address of an endpoint that cannot be used: the first, as the API defines no others."""
     if isinstance(entry, Endpoint):
         text = format_address(entry.address)
@@ -575,7 +575,7 @@ def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(map(intern, names))
 
 
-def read_trigger_time(stamp: str, found: Findings) -> float | None:
+def read_trigger_time(stamp: str, found: FieldErrors) -> float | None:
     """Return *stamp* (RFC 3339, any fraction) in seconds since the epoch."""
     try:
         moment = datetime.fromisoformat(stamp)
@@ -596,19 +596,19 @@ def read_trigger_time(stamp: str, found: Findings) -> float | None:
 # selector, as a controller makes the slices of the others. Where no controller runs, the selector does
 # not matter: whatever Endpoints exist were written for use.
 
-def read_endpoints_object(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
+def mirror_endpoints(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
     """Read the slices that mirror *obj*, one for each subset and family; none if it is not to be mirrored."""
     meta = obj.metadata or wire.EndpointsMeta()
     subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
 
-    return read_namespaced("Endpoints", subsets, meta, service_name, _mirrored_value)
+    return read_namespaced("Endpoints", subsets, meta, service_name, _to_mirrors)
 
 
-def _mirrored_value(
+def _to_mirrors(
     service: ServiceName, subsets: Sequence[wire.EndpointSubset], _: wire.EndpointsMeta,
-    found: Findings,
+    found: FieldErrors,
 ) -> tuple[EndpointSlice, ...]:
-    pieces = (_slices(service, i, subset, found) for i, subset in enumerate(subsets))
+    pieces = (_mirror_subset(service, i, subset, found) for i, subset in enumerate(subsets))
     return tuple(chain.from_iterable(pieces))
 
 
@@ -618,24 +618,24 @@ def _is_mirrored(meta: wire.EndpointsMeta) -> bool:
     return labels.skip_mirror != "true" and labels.headless is UNSET and annotations.leader is UNSET
 
 
-def _slices(
-    service: ServiceName, index: int, subset: wire.EndpointSubset, found: Findings
+def _mirror_subset(
+    service: ServiceName, index: int, subset: wire.EndpointSubset, found: FieldErrors
 ) -> list[EndpointSlice]:
     path = f"subsets[{index}]"
     ready, not_ready = subset.addresses or [], subset.not_ready_addresses or []
     count = len(ready) + len(not_ready)
     if count > MAX_ENDPOINTS:
-        raise Refused(path, f"{count} addresses; at most {MAX_ENDPOINTS} are mirrored")
+        raise FieldError(path, f"{count} addresses; at most {MAX_ENDPOINTS} are mirrored")
     given = subset.ports or []
     if count * len(given) > MAX_DESTINATIONS:
-        raise Refused(path, f"{count} addresses with {len(given)} ports each are too many")
+        raise FieldError(path, f"{count} addresses with {len(given)} ports each are too many")
     ports = read_ports(given, f"{path}.ports", found)
     of_family: dict[Family, dict[Address, Endpoint]] = {}
     for field, entries in (("addresses", ready), ("notReadyAddresses", not_ready)):
         for i, entry in enumerate(entries):
             try:
                 address = checked_address(entry.ip, f"{path}.{field}[{{}}].ip", i)
-            except Refused as refused:
+            except FieldError as refused:
                 found.append(refused)
                 continue
             node = sys.intern(entry.node_name or "")
@@ -661,11 +661,11 @@ def read_node(obj: wire.Node) -> Reading[NodeSet]:
     """Read any Node; the source selects this node's own."""
     meta = obj.metadata or wire.NodeMeta()
     spec = obj.spec or wire.NodeSpec()
-    found = Findings()
+    found = FieldErrors()
     try:
         name = checked_subdomain(meta.name, "metadata.name")
-    except Refused as refused:
-        return Reading(None, None, Findings([refused]).bad("Node", None, meta.name))
+    except FieldError as refused:
+        return Reading(None, None, FieldErrors([refused]).bad("Node", None, meta.name))
     node = NodeObject(
         name,
         zone=(meta.labels and meta.labels.zone) or "",
@@ -677,13 +677,13 @@ def read_node(obj: wire.Node) -> Reading[NodeSet]:
     return Reading(("", name), NodeSet(node), found.bad("Node", None, name))
 
 
-def _pod_cidrs(spec: wire.NodeSpec, found: Findings) -> tuple[Cidr, ...]:
+def _pod_cidrs(spec: wire.NodeSpec, found: FieldErrors) -> tuple[Cidr, ...]:
     if spec.pod_cidrs:
         return read_cidrs("spec.podCIDRs[{}]", spec.pod_cidrs, found)
     return read_cidrs("spec.podCIDR", [spec.pod_cidr], found) if spec.pod_cidr else ()
 
 
-def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address, ...]:
+def _addresses(status: wire.NodeStatus | None, found: FieldErrors) -> tuple[Address, ...]:
     """Return the InternalIPs, then the ExternalIPs."""
     kept: dict[Address, None] = {}
     entries = list(enumerate(status.addresses or ())) if status is not None else []
@@ -692,28 +692,28 @@ def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address
             if entry.type == kind:
                 try:
                     kept[checked_address(entry.address, "status.addresses[{}].address", i)] = None
-                except Refused as refused:
+                except FieldError as refused:
                     found.append(refused)
     return tuple(kept)
 
 
 def read_service_cidr(obj: wire.ServiceCIDR) -> Reading[ServiceCidrSet]:
     name = obj.metadata.name if obj.metadata else None
-    found = Findings()
+    found = FieldErrors()
     try:
         key = ("", checked_subdomain(name, "metadata.name"))
-    except Refused as refused:
-        return Reading(None, None, Findings([refused]).bad("ServiceCIDR", None, name))
+    except FieldError as refused:
+        return Reading(None, None, FieldErrors([refused]).bad("ServiceCIDR", None, name))
     cidrs = read_cidrs("spec.cidrs[{}]", (obj.spec.cidrs if obj.spec else None) or [], found)
     return Reading(key, ServiceCidrSet(key[1], cidrs), found.bad("ServiceCIDR", None, name))
 
 
-def read_cidrs(path: str, texts: list[str | None], found: Findings) -> tuple[Cidr, ...]:
+def read_cidrs(path: str, texts: list[str | None], found: FieldErrors) -> tuple[Cidr, ...]:
     """Return the valid networks among *texts*, each once."""
     kept: dict[Cidr, None] = {}
     for i, text in enumerate(texts):
         try:
             kept[checked_cidr(text, path, i)] = None
-        except Refused as refused:
+        except FieldError as refused:
             found.append(refused)
     return tuple(kept)

@@ -26,8 +26,17 @@ from kproxy_core.kube.decode import (
     Resource,
 )
 from kproxy_core.kube.reading import Reading
-from kproxy_core.kube.requests import ApiRequests, HistoryLost, Observe, Refusal, refusal
-from kproxy_core.kube.transport import JSON, LIMITS, MAX_LINE, Frames, Limits, Lines, ProtocolError, TooLarge
+from kproxy_core.kube.requests import ApiRequests, Observe, ResourceExpired, StatusError, status_error
+from kproxy_core.kube.transport import (
+    JSON,
+    LIMITS,
+    MAX_LINE,
+    Frames,
+    Limits,
+    Lines,
+    ProtocolError,
+    ResponseTooLarge,
+)
 from kproxy_core.model.events import BadObject, Complete, Emit, Event, limit_complaints
 from kproxy_core.model.timing import STABLE, Backoff, TokenBucket
 
@@ -38,7 +47,7 @@ log = logging.getLogger("kproxy.sources")
 _MOST_REMEMBERED = 50
 
 
-class Trouble:
+class ProblemLog:
     """The problems of all kinds that are followed together. Any thread may call."""
 
     def __init__(self) -> None:
@@ -79,7 +88,7 @@ class Trouble:
 
 # The conduct of an API server towards one thread that follows it: answers, failures and silences.
 
-class Conduct(Struct):
+class ServerState(Struct):
     """The conduct of the server as the requests for one kind have shown it."""
 
     answers: bool = True
@@ -120,7 +129,7 @@ _PER_OBJECT = 1 << 10
 """Bytes that an object counts for besides its encoding: a small one takes more in memory."""
 
 
-class TooMuch(Exception):
+class ReplicaTooLarge(Exception):
     """The objects of one kind exceed `Limits.most_held`."""
 
     def __init__(self, limit: int) -> None:
@@ -164,14 +173,14 @@ class Replica:
         self._limit = self._most_held
 
     def set(self, reading: Reading[Any], size: int, events: list[Event]) -> None:
-        """Add to *events* those for an object that exists, encoded in *size* bytes. Raises TooMuch."""
+        """Append to *events* those for an object encoded in *size* bytes. Raises ReplicaTooLarge."""
         name = reading.name
         if name is not None:
             counted = size + _PER_OBJECT
             known = self._known.get(name)
             held = self._held + counted - (known or 0)
             if held > max(self._held, self._limit):
-                raise TooMuch(self._most_held)
+                raise ReplicaTooLarge(self._most_held)
             self._held, self._known[name] = held, counted
             if self._unseen is not None:
                 self._unseen.discard(name)
@@ -188,11 +197,11 @@ class Replica:
     def end_listing(self) -> list[Event]:
         """Return the events for the objects that were not listed, and the first time `Complete`.
 
-        Raises TooMuch.
+        Raises ReplicaTooLarge.
         """
         unseen = self._unseen or set()
         if self._held - self._size(unseen) > self._most_held:
-            raise TooMuch(self._most_held)
+            raise ReplicaTooLarge(self._most_held)
         events = [event for name in unseen for event in self.delete(name)]
         self._unseen = None
         self._unproven.clear()
@@ -259,7 +268,7 @@ class Start(enum.Enum):
     """A watch of the changes after a version."""
 
 
-class Phase(enum.Enum):
+class WatchPhase(enum.Enum):
     """The progress of an attempt."""
 
     ASKING = enum.auto()
@@ -279,7 +288,7 @@ class Reflector:
 
     def __init__(
         self, resource: Resource[Any, Any], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
-        trouble: Trouble, chance: Callable[[], float], limits: Limits = LIMITS,
+        trouble: ProblemLog, chance: Callable[[], float], limits: Limits = LIMITS,
         backoff: type[Backoff] = Backoff,
     ) -> None:
         self._resource = resource
@@ -292,7 +301,7 @@ class Reflector:
         self._stopping = threading.Event()
         self._most_listed = limits.largest_list
         self._replica = Replica(resource, limits.most_held)
-        self._conduct = Conduct()
+        self._conduct = ServerState()
         self._start = Start.WATCH_LIST
         self._version = ""
         """The version to resume after; "" unless the start is RESUME."""
@@ -323,10 +332,10 @@ class Reflector:
     # -- states
 
     @property
-    def _phase(self) -> Phase:
+    def _phase(self) -> WatchPhase:
         if self._granted is None:
-            return Phase.ASKING
-        return Phase.LISTING if self._replica.is_listing else Phase.FOLLOWING
+            return WatchPhase.ASKING
+        return WatchPhase.LISTING if self._replica.is_listing else WatchPhase.FOLLOWING
 
     def _resume_after(self, version: str) -> None:
         self._start, self._version = Start.RESUME, version
@@ -347,13 +356,13 @@ class Reflector:
             if start is Start.LIST:
                 self._list()
             self._watch()
-        except HistoryLost as lost:
+        except ResourceExpired as lost:
             self._lose_history(str(lost))
             if start is Start.RESUME:  # The server answers. If it loses the next list too, that one waits.
                 return RELIST_SPREAD * self._chance()
-        except Refusal as refused:
+        except StatusError as refused:
             problem, asked = refused, self._take_refusal(refused)
-        except (OSError, ProtocolError, Malformed, TooMuch) as error:
+        except (OSError, ProtocolError, Malformed, ReplicaTooLarge) as error:
             problem = error
             self._take_failure(error, start)
         except Exception as error:  # a thread that dies would leave the state stale for ever
@@ -362,7 +371,7 @@ class Reflector:
             log.exception("bug: %s", error, extra=self._fields())
         if self._stopping.is_set():
             return 0.0
-        following = self._phase is Phase.FOLLOWING
+        following = self._phase is WatchPhase.FOLLOWING
         if start is Start.WATCH_LIST and not following and _lists_may_do_better(problem):
             self._start = Start.LIST
             return 0.0
@@ -386,7 +395,7 @@ class Reflector:
         elif not following or self._conduct.failures > 1:
             self._trouble.failed(self._resource.plural, text, delay)
 
-    def _take_refusal(self, refused: Refusal) -> float:
+    def _take_refusal(self, refused: StatusError) -> float:
         """Prepare the next attempt after *refused*. Return the seconds that the server asks to wait."""
         if not self._conduct.answers:
             self._backoff.hasten()
@@ -402,9 +411,9 @@ class Reflector:
     def _take_failure(self, error: Exception, start: Start) -> None:
         """Prepare the next attempt after *error*, which is no answer."""
         self._conduct.answers = False
-        if isinstance(error, TooLarge):
+        if isinstance(error, ResponseTooLarge):
             self._page = max(1, self._page // 8)
-        if isinstance(error, TooMuch):
+        if isinstance(error, ReplicaTooLarge):
             self._deliver(self._replica.drop_unproven())
         if start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError):
             self._conduct.silences += 1
@@ -415,7 +424,7 @@ class Reflector:
     def _is_missing(self, problem: Exception) -> bool:
         """Return whether *problem* says that an optional kind is not served, or not to us, and never was."""
         return (self._resource.optional and self._start is not Start.RESUME
-                and isinstance(problem, Refusal) and problem.code in (403, 404))
+                and isinstance(problem, StatusError) and problem.code in (403, 404))
 
     def _lose_history(self, reason: str) -> None:
         self._list_again()
@@ -473,7 +482,7 @@ class Reflector:
         received = 0
         try:
             while True:
-                if self._phase is Phase.FOLLOWING:
+                if self._phase is WatchPhase.FOLLOWING:
                     self._requests.allow_endless_watch()
                 data = response.read()
                 if not data:
@@ -506,16 +515,19 @@ class Reflector:
         return ProtobufDecoder(self._resource)
 
     def _take_event(self, decoder: Decoder[Any], data: bytes, events: list[Event]) -> None:
-        """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal, TooMuch."""
+        """Append the events of the watch event *data*.
+
+        Raises ResourceExpired, StatusError, ReplicaTooLarge.
+        """
         try:
             seen = decoder.watch_event(data)
         except Malformed as error:
             events.append(self._bad_event(str(error)))
             return
         if seen.status is not None:
-            raise refusal(seen.status)
+            raise status_error(seen.status)
         if self._version and _is_older(seen.resource_version, self._version):
-            raise HistoryLost(f"resource version {seen.resource_version} after {self._version}")
+            raise ResourceExpired(f"resource version {seen.resource_version} after {self._version}")
         if seen.reading is not None:
             if seen.type in ("ADDED", "MODIFIED"):
                 self._replica.set(seen.reading, len(data), events)
@@ -548,7 +560,7 @@ class Reflector:
 
 def _lists_may_do_better(problem: Exception | None) -> bool:
     """Return whether a plain list may succeed where a watch-list failed with *problem* before its end."""
-    if isinstance(problem, Refusal):
+    if isinstance(problem, StatusError):
         return problem.code not in (401, 403, 404, 429, 503)
     return problem is None or isinstance(problem, TimeoutError)
 
@@ -593,7 +605,7 @@ class KubernetesSource:
         self._rate = TokenBucket(1 / qps if qps > 0 else 0.0, burst)
         self._observe = observe
         self._accept = accept
-        self._trouble = Trouble()
+        self._trouble = ProblemLog()
         self._node_name = node_name
         self._chance = chance
         self._limits = limits

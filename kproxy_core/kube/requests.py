@@ -24,7 +24,7 @@ MAX_REFUSAL = 1 << 20
 _NOT_ACCEPTABLE = 406
 
 
-class Refusal(Exception):
+class StatusError(Exception):
     """The server refused: with an HTTP status, or in the middle of a watch."""
 
     def __init__(self, status: Status, retry_after: float = 0.0) -> None:
@@ -35,7 +35,7 @@ class Refusal(Exception):
         """Seconds that the server asks us to wait; 0: it does not say."""
 
 
-class HistoryLost(Exception):
+class ResourceExpired(Exception):
     """The watch can't be resumed; everything has to be listed again."""
 
 
@@ -89,7 +89,7 @@ class ApiRequests:
     def list(self, target: str, first: bool) -> tuple[bytes, bool]:
         """Return a page of a list, and whether it is protobuf. Only the *first* waits for the rate limit.
 
-        Raises Refusal, HistoryLost, OSError, ProtocolError, TooLarge.
+        Raises StatusError, ResourceExpired, OSError, ProtocolError, TooLarge.
         """
         # The pages after the first are one request in all but name: kube-proxy asks for all at once.
         response, data = self._get(target, self._wait_for_turn() if first else 0.0, is_list=True)
@@ -128,7 +128,7 @@ class ApiRequests:
 
     def allow_endless_watch(self) -> None:
         """Let the watch last as long as it is not silent for `Limits.watch_silence`."""
-        self._transport.wire.start_answer(self._limits.watch_silence)
+        self._transport.socket.start_answer(self._limits.watch_silence)
 
     def disconnect(self) -> None:
         """Close the connection; the next request makes a new one."""
@@ -149,7 +149,7 @@ class ApiRequests:
 
     def renew(self, error: Exception) -> None:
         """Load the credentials again if *error* may be due to them or a CA. AccessError changes nothing."""
-        if (error.code == 401 if isinstance(error, Refusal)
+        if (error.code == 401 if isinstance(error, StatusError)
                 else self._access.tls is not None and _is_about_tls(error)):
             self._current.renew(self._access)
             self._take_current()
@@ -189,14 +189,14 @@ def _refused(response: Response, body: bytes) -> Exception:
     except (*UNDECODABLE, Malformed):
         said = Status()
     status = Status(response.status, said.reason, said.message, said.details)
-    return refusal(status, _retry_after(response))
+    return status_error(status, _retry_after(response))
 
 
-def refusal(status: Status, retry_after: float = 0.0) -> Exception:
+def status_error(status: Status, retry_after: float = 0.0) -> Exception:
     """Return the exception for *status*: 410 stands for a resource version, or a list, that is too old."""
     if status.code == 410:
-        return HistoryLost(shown(status.message or status.reason or "410 Gone", 200))
-    return Refusal(status, retry_after)
+        return ResourceExpired(shown(status.message or status.reason or "410 Gone", 200))
+    return StatusError(status, retry_after)
 
 
 def _retry_after(response: Response) -> float:

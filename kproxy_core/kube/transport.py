@@ -27,20 +27,62 @@ from urllib3.util import SKIP_HEADER, make_headers
 import kproxy_core
 from kproxy_core.kube.access import Access
 
-# The content types in which an API server sends objects.
-
 JSON = "application/json"
-
 PROTOBUF = "application/vnd.kubernetes.protobuf"
-
 PROTOBUF_OR_JSON = f"{PROTOBUF},{JSON}"
-"""An Accept header: JSON from servers, and proxies, that know no protobuf."""
+"""An Accept header: JSON from servers and proxies that know no protobuf."""
+
+MAX_LINE = 4 << 20
+"""Limit in bytes for one line or frame, a little above the largest object that an API server stores."""
+
+CONNECT_TIMEOUT = 10.0
+"""Timeout in seconds for connecting, for a proxy's answer and for each step of a TLS handshake."""
+
+READ_SIZE = 128 << 10
+"""Size in bytes of one read, so that a burst which waits in the kernel is one batch."""
+
+MIN_RATE = 16 << 10
+"""Minimum sustained rate of a list, bytes/s."""
+
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 10, 3
+"""Seconds of silence before a peer is probed, seconds between probes, and limit of unanswered probes."""
+
+PEER_TIMEOUT = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
+"""Seconds after which the kernel notices that a peer vanished."""
+
+_USER_AGENT = f"kproxy/{kproxy_core.__version__}"
+_FRAME_HEADER = 4
+"""Bytes of a frame's length, in network order: apimachinery's LengthDelimitedFramer."""
+
+
+class ProtocolError(Exception):
+    """The server sent something other than HTTP, or stopped in the middle of an answer."""
+
+
+class ResponseTooLarge(ProtocolError):
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"answer exceeds {limit} bytes")
+
+
+class Unreachable(OSError):
+    """No connection can be made; the cause is chained."""
+
+
+class Aborted(OSError):
+    """This side closed the connection."""
+
+
+class TooSlow(TimeoutError):
+    """The answer arrived at less than `MIN_RATE`."""
+
+
+# Content types.
 
 
 def accept_header(configured: str) -> str | None:
     """Return the Accept header for *configured*, content types separated by commas, the preferred one first.
 
-    None: it names neither type.
+    None: it names neither JSON nor protobuf.
     """
     for name in configured.split(","):
         if is_protobuf(name):
@@ -68,19 +110,12 @@ def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-# A byte stream cut into lines or frames. No I/O.
-
-MAX_LINE = 4 << 20
-"""Limit in bytes for one line or frame, a little above the largest object that an API server stores."""
-
-_HEADER = 4
-"""Bytes of a frame's length, in network order: apimachinery's LengthDelimitedFramer."""
-
+# Lines and frames of a byte stream. No I/O.
 
 class Lines:
-    """Cuts a stream into lines with their ends.
+    """Splits a stream into lines with their ends.
 
-    Skips empty lines, and lines of more than *limit* bytes besides their ends.
+    Skips empty lines, and lines of more than *limit* bytes without their ends.
     """
 
     __slots__ = ("_held", "_limit", "_skipping")
@@ -91,7 +126,7 @@ class Lines:
         self._skipping = False
 
     def feed(self, data: bytes) -> list[bytes | None]:
-        """Return the lines that end in *data*, the next of the stream; None: it is too long."""
+        """Return the lines that end in *data*, the next bytes of the stream; None: a line is too long."""
         lines = BytesIO(data).readlines()  # split() compares each byte, this calls memchr
         found: list[bytes | None] = []
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -113,9 +148,9 @@ class Lines:
 
 
 class Frames:
-    """Cuts a stream into the bodies of its frames.
+    """Splits a stream into the bodies of its frames.
 
-    Skips empty frames, and frames of more than *limit* bytes, holding none of their bytes.
+    Skips empty frames, and frames of more than *limit* bytes without buffering them.
     """
 
     __slots__ = ("_held", "_limit", "_skip")
@@ -124,17 +159,17 @@ class Frames:
         self._limit = limit
         self._held = bytearray()
         self._skip = 0
-        """Bytes left of a frame that is too long."""
+        """Bytes to skip of a frame that is too long."""
 
     def feed(self, data: bytes) -> list[bytes | None]:
-        """Return the frames that end in *data*, the next of the stream; None: it is too long."""
+        """Return the frames that end in *data*, the next bytes of the stream; None: a frame is too long."""
         skipped = min(self._skip, len(data))
         self._skip -= skipped
         held = self._held
         held += data[skipped:]
         frames: list[bytes | None] = []
         start = 0
-        while len(held) >= (body := start + _HEADER):
+        while len(held) >= (body := start + _FRAME_HEADER):
             size = int.from_bytes(held[start:body], "big")
             end = body + size
             if size > self._limit:
@@ -149,12 +184,7 @@ class Frames:
         return frames
 
 
-# The sockets under urllib3: opened, read and shut down here, so that another thread can end them.
-#
-# urllib3 has no way to interrupt a connection attempt or to bound a whole answer, and reads a burst of
-# chunks one by one. Its connections use these sockets and buffers (through the methods that its own SOCKS
-# connection overrides) and do the rest: TLS, proxies, framing. A connection attempt through SOCKS can't
-# be interrupted.
+# Sockets under urllib3, which another thread can shut down.
 
 CONNECT_TIMEOUT = 10.0
 """Timeout in seconds for connecting, for a proxy's answer and for each step of a TLS handshake."""
@@ -212,23 +242,21 @@ class Limits(Struct, frozen=True, kw_only=True):
 LIMITS = Limits()
 
 
-class Aborted(OSError):
-    """The connection was closed from this side."""
+class AbortableSocket:
+    """The socket of the connection in use. One thread uses it; only `abort` may be called by another.
 
-
-class TooSlow(TimeoutError):
-    """The answer did not arrive as fast as one of its size has to."""
-
-
-class Wire:
-    """The socket of the connection in use. One thread uses it; only `abort` may be called by another."""
+    urllib3 cannot interrupt a connection attempt or bound a whole answer, and reads a burst of chunks one by
+    one. Its connections use this socket and its buffer (through the methods that its own SOCKS connection
+    overrides) and do the rest: TLS, proxies, framing. A connection attempt through SOCKS can't be
+    interrupted.
+    """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._stand_in: socket.socket | None = None
-        """Another handle of the socket, to shut it down while TLS takes it over."""
+        """A duplicate of the socket, to shut it down while TLS wraps it."""
         self._buffer: io.BufferedReader | None = None
         self._answer: http.client.HTTPResponse | None = None
         self.is_aborted = False
@@ -316,7 +344,7 @@ class Wire:
     # -- reading
 
     def start_answer(self, silence: float, allowance: float = 0.0) -> None:
-        """Start to count for an answer that may be silent for *silence* seconds.
+        """Set the limits of the next answer: *silence* is the timeout in seconds between bytes.
 
         *allowance*: seconds that it may take in all, and one more for each `Limits.slowest` bytes. 0 sets
         no limit.
@@ -327,8 +355,8 @@ class Wire:
 
     def answer(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
         """Return the answer that arrives on *connected*, in the framing of http.client."""
-        buffer = self._buffer = io.BufferedReader(_Raw(self, connected), PIECE)
-        # All that http.client wants from a socket is a file to read from.
+        buffer = self._buffer = io.BufferedReader(_Raw(self, connected), READ_SIZE)
+        # Of a socket, http.client only uses a file to read from.
         readable = SimpleNamespace(makefile=lambda _: buffer)
         self._answer = http.client.HTTPResponse(readable, **options)  # type: ignore[arg-type]
         return self._answer
@@ -341,7 +369,7 @@ class Wire:
         try:
             waiting = self._buffer.peek(1)
         except OSError:
-            return False  # reading on meets it again
+            return False  # the next read meets it again
         finally:
             self._looking = False
         if self._answer.chunked and not self._answer.chunk_left:
@@ -383,10 +411,10 @@ class Wire:
 
 
 class _Raw(io.RawIOBase):
-    """Unbuffered bytes of a socket, read under the rules of a wire."""
+    """Unbuffered bytes of a socket, within the limits of *owner*."""
 
-    def __init__(self, wire: Wire, connected: socket.socket) -> None:
-        self._wire = wire
+    def __init__(self, owner: AbortableSocket, connected: socket.socket) -> None:
+        self._owner = owner
         self._socket = connected
         self._raw = connected.makefile("rb", buffering=0)
 
@@ -394,7 +422,7 @@ class _Raw(io.RawIOBase):
         return True
 
     def readinto(self, target: Any) -> int | None:
-        return self._wire.receive(self._socket, self._raw, target)
+        return self._owner.receive(self._socket, self._raw, target)
 
     def close(self) -> None:
         if not self.closed:
@@ -417,8 +445,8 @@ def _read_on(secure: ssl.SSLSocket, target: memoryview, size: int) -> int:
     return size
 
 
-def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
-    """Return a class of urllib3's connections like *base* whose sockets belong to *wire*."""
+def connection_class(base: type[HTTPConnection], owner: AbortableSocket) -> type[HTTPConnection]:
+    """Return a subclass of urllib3's connection *base* whose sockets belong to *owner*."""
 
     class Connection(base):  # type: ignore[misc, valid-type]
         def _new_conn(self) -> socket.socket:
@@ -426,51 +454,37 @@ def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
                 made: socket.socket = super()._new_conn()
             else:
                 try:
-                    made = wire.open(self._dns_host.strip("[]"), self.port)
+                    made = owner.open(self._dns_host.strip("[]"), self.port)
                 except OSError as error:
                     # urllib3 takes a bare ConnectionResetError for one of a connection that was made.
                     raise NewConnectionError(self, str(error)) from error
-            wire.start_handshake(made)
+            owner.start_handshake(made)
             return made
 
         def connect(self) -> None:
-            wire.is_connecting = True
+            owner.is_connecting = True
             made = None
             try:
                 super().connect()
                 made = getattr(self.sock, "socket", self.sock)  # TLS to a server within TLS to a proxy
             finally:
-                wire.end_handshake(made)
-            wire.is_connecting = False
-            wire.connections += 1
+                owner.end_handshake(made)
+            owner.is_connecting = False
+            owner.connections += 1
             # Without verification only where the kubeconfig asks for that: no warning each time.
             self.is_verified = True
 
         def response_class(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
-            return wire.answer(connected, **options)
+            return owner.answer(connected, **options)
 
     return Connection
 
 
-# Requests to one API server over urllib3, with every error typed and every answer bounded.
-
-_USER_AGENT = f"kproxy/{kproxy_core.__version__}"
-
-
-class ProtocolError(Exception):
-    """The server sent something other than HTTP, or stopped in the middle of an answer."""
-
-
-class TooLarge(ProtocolError):
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"answer exceeds {limit} bytes")
-
-
-class Unreachable(OSError):
-    """No connection can be made; the cause is chained."""
-
+# Requests and responses.
 
 class Response:
+    """The response to one request, whose body is still to be read."""
+
     def __init__(self, transport: "Transport", answer: BaseHTTPResponse) -> None:
         self.status = answer.status
         self.headers: Mapping[str, str] = answer.headers
@@ -484,7 +498,7 @@ class Response:
         return is_protobuf(self.headers.get("content-type", ""))
 
     def read(self) -> bytes:
-        """Return the next bytes of the body, all that have arrived; b"" at its end.
+        """Return the bytes of the body that have arrived, at least one; b"" at its end.
 
         Raises OSError, ProtocolError.
         """
@@ -493,7 +507,7 @@ class Response:
         data = self._read_once()
         size, pieces = len(data), [data]
         try:
-            while data and size < PIECE and self._transport.wire.has_more():
+            while data and size < READ_SIZE and self._transport.socket.has_more():
                 data = self._read_once()
                 size += len(data)
                 pieces.append(data)
@@ -503,33 +517,34 @@ class Response:
 
     def _read_once(self) -> bytes:
         with self._transport.typed_errors():
-            return self._answer.read1(PIECE)
+            return self._answer.read1(READ_SIZE)
 
     def read_all(self, limit: int) -> bytes:
-        """Return the rest of the body, decompressed. Raises OSError, ProtocolError, TooLarge."""
+        """Return the rest of the body, decompressed. Raises OSError, ProtocolError, ResponseTooLarge."""
         pieces, size = [], 0
         while data := self.read():
             pieces.append(data)
             size += len(data)
             if size > limit:
                 self._transport.close()
-                raise TooLarge(limit)
+                raise ResponseTooLarge(limit)
         return b"".join(pieces)
 
 
 class Transport:
-    """Requests to one API server, one at a time, on a connection that is kept as long as it can be.
+    """Requests to one API server, one at a time, on a persistent connection.
 
     Used by one thread; only `abort` may be called by another.
     """
 
     def __init__(self, access: Access, limits: Limits = LIMITS) -> None:
         self._access = access
-        self.wire = Wire(limits)
+        self.socket = AbortableSocket(limits)
         self._manager = _manager(access, limits)
         pools: dict[str, Any] = self._manager.pool_classes_by_scheme
         self._manager.pool_classes_by_scheme = {
-            scheme: type(pool.__name__, (pool,), {"ConnectionCls": on_wire(pool.ConnectionCls, self.wire)})
+            scheme: type(
+                pool.__name__, (pool,), {"ConnectionCls": connection_class(pool.ConnectionCls, self.socket)})
             for scheme, pool in pools.items()}
         self._answer: BaseHTTPResponse | None = None
 
@@ -537,25 +552,25 @@ class Transport:
         self, target: str, silence: float, *, accept: str = JSON, compressed: bool = False,
         allowance: float = 0.0,
     ) -> Response:
-        """Ask for *target* (path and query) and return the answer once its head has arrived.
+        """Send a GET for *target* (path and query) and return the answer once its head has arrived.
 
-        *silence*: seconds without a byte that are too many. *accept*: content types that the body may have.
-        *compressed*: the body may be. *allowance*: see `Wire.start_answer`. The rest of the previous answer
-        is lost. Raises OSError, ProtocolError.
+        *silence*: timeout in seconds between bytes. *accept*: accepted content types. *compressed*: accept a
+        compressed body. *allowance*: see `AbortableSocket.start_answer`. Discards the rest of the previous
+        answer. Raises OSError, ProtocolError.
         """
         coding = "gzip" if compressed and self._access.compression else SKIP_HEADER
         headers = {"Accept": accept, "Accept-Encoding": coding}
-        known = self.wire.connections
+        known = self.socket.connections
         try:
             return self._ask("GET", target, headers, None, silence, allowance)
         except ConnectionError:
-            if not known or self.wire.connections != known or self.wire.is_aborted:
+            if not known or self.socket.connections != known or self.socket.is_aborted:
                 raise
-        # The server closed the kept connection just before the request: no failure yet.
+        # The server closed the persistent connection just before the request: no failure yet.
         return self._ask("GET", target, headers, None, silence, allowance)
 
     def post(self, target: str, body: bytes, silence: float) -> Response:
-        """Send *body*, JSON, to *target*. Raises as `get` does."""
+        """Send a POST with *body*, JSON, to *target*. Raises as `get` does."""
         headers = {"Content-Type": JSON, "Accept": JSON, "Accept-Encoding": SKIP_HEADER}
         return self._ask("POST", target, headers, body, silence, 0.0)
 
@@ -563,7 +578,7 @@ class Transport:
              allowance: float) -> Response:
         if self._answer is not None and not self._answer.closed:
             self.close()
-        self.wire.start_answer(silence, allowance)
+        self.socket.start_answer(silence, allowance)
         sent = HTTPHeaderDict([("User-Agent", _USER_AGENT), *headers.items(), *self._access.headers])
         with self.typed_errors():
             self._answer = self._manager.urlopen(
@@ -577,11 +592,11 @@ class Transport:
             self._answer.close()
             self._answer = None
         self._manager.clear()
-        self.wire.close()
+        self.socket.close()
 
     def abort(self) -> None:
         """Fail the current request at once, and every further one."""
-        self.wire.abort()
+        self.socket.abort()
 
     @contextlib.contextmanager
     def typed_errors(self) -> Iterator[None]:
@@ -589,11 +604,11 @@ class Transport:
         try:
             yield
         except (HTTPError, ValueError) as error:
-            if self.wire.is_aborted:
+            if self.socket.is_aborted:
                 raise Aborted("closed from this side") from error
             root = _root(error)
-            if self.wire.is_connecting:
-                self.wire.is_connecting = False
+            if self.socket.is_connecting:
+                self.socket.is_connecting = False
                 via = f" through the proxy {self._access.via}" if self._access.via else ""
                 raise Unreachable(f"can't connect to {self._access.authority}{via}: {root}") from root
             if isinstance(root, OSError):

@@ -1,4 +1,7 @@
-"""Addresses of this node's interfaces, their changes, and routes (linux/rtnetlink.h, linux/if_addr.h)."""
+"""Addresses of this node's interfaces, their changes, and routes (linux/rtnetlink.h, linux/if_addr.h).
+
+Everything acts on the network namespace of the calling thread.
+"""
 
 import logging
 import socket
@@ -9,12 +12,8 @@ from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, attribute, attributes, messages
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.model.address import Address, Family, family_of, is_loopback
-
-# The addresses of this node's interfaces, and changes of them (linux/rtnetlink.h, linux/if_addr.h).
-#
-# Everything acts on the network namespace of the calling thread.
 
 log = logging.getLogger("kproxy.host")
 
@@ -31,9 +30,14 @@ IFADDRMSG: Final = struct.Struct("=BBBBI")
 
 _RETRY_SECONDS: Final = 1.0
 
-# Reserved addresses to which only a default route leads: the dummy address of RFC 7600, and the last one of
-# the documentation prefix.
 _ANYWHERE: Final = {Family.IPV4: "192.0.0.8", Family.IPV6: "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff"}
+"""Reserved addresses to which only a default route leads: the dummy address of RFC 7600, and the last one of
+the documentation prefix."""
+
+_RTM_GETROUTE: Final = 26
+_RTMSG: Final = struct.Struct("=BBBBBBBBI")
+_RTA_DST, _RTA_OIF = 1, 4
+_RTN_LOCAL: Final = 2
 
 
 class InterfaceAddress(NamedTuple):
@@ -79,7 +83,7 @@ def read_interface_addresses() -> list[InterfaceAddress]:
 
 
 _Accepts = Callable[[str], bool]
-"""Returns True for the names of interfaces whose addresses count."""
+"""Returns True for names of interfaces whose addresses are to be reported."""
 
 
 def node_addresses(accepts: _Accepts = lambda _: True) -> frozenset[Address]:
@@ -104,7 +108,7 @@ def default_source_address(family: Family) -> Address | None:
     return None if is_loopback(address) or address.startswith(b"\xfe\x80") else address
 
 
-class AddressWatch(NotificationWatch):
+class AddressWatch(NotificationThread):
     """Calls back with all node addresses (see `node_addresses`) whenever they have changed."""
 
     def __init__(
@@ -167,18 +171,10 @@ def _read(accepts: _Accepts) -> set[InterfaceAddress]:
     return {each for each in found if each.interface in accepted}
 
 
-# The routes to single addresses (linux/rtnetlink.h), in the network namespace of the calling thread.
-
-_RTM_GETROUTE: Final = 26
-_RTMSG: Final = struct.Struct("=BBBBBBBBI")
-_RTA_DST, _RTA_OIF = 1, 4
-_RTN_LOCAL: Final = 2
-
-
 class Route(NamedTuple):
     interface: int
     is_local: bool
-    """Packets end on this node."""
+    """This node receives the packets itself."""
 
 
 def read_route(sock: NetlinkSocket, address: Address) -> Route:

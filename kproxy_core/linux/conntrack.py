@@ -16,15 +16,15 @@ from typing import Final, NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from kproxy_core.linux import messages as netlink
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import (
+    NETLINK_NETFILTER,
     NFGENMSG,
     NLA_F_NESTED,
     NLM_F_CREATE,
     NLM_F_EXCL,
-    Request,
+    NetlinkRequest,
     Span,
     attribute,
     attributes,
@@ -38,7 +38,7 @@ from kproxy_core.linux.netlink import (
     LOAD_WORD,
     Announcements,
     NetlinkSocket,
-    NotificationWatch,
+    NotificationThread,
 )
 from kproxy_core.linux.netlink import Instruction as Do
 from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol
@@ -46,38 +46,64 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket
 
-# The kernel's connection tracking table, as ctnetlink lists it (linux/netfilter/nfnetlink_conntrack.h).
-#
-# It is read as a stream of undecoded flows: a table may hold hundreds of thousands of them.
-
 T = TypeVar("T")
 
 GET: Final = 0x101
 DELETE: Final = 0x102
 GET_STATS: Final = 0x105
+"""Requests. The announcement of an ended flow has the kind of `DELETE`."""
+_NEW: Final = 0x100
+"""The announcement of a new or a changed flow."""
 
 TUPLE_ORIG: Final = 1
+TUPLE_REPLY: Final = 2
 STATUS: Final = 3
 PROTOINFO: Final = 4
+_TIMEOUT: Final = 7
+_COUNTERS_ORIG, _COUNTERS_REPLY = 9, 10
 ID: Final = 12
 ZONE: Final = 18
 FILTER: Final = 25
 _STATUS_MASK: Final = 26
+"""Attributes of a flow (CTA_*)."""
+_TUPLE_IP: Final = 1
 TUPLE_PROTO: Final = 2
+"""Attributes of a tuple."""
 PROTO_NUM: Final = 1
-_PROTOINFO_TCP: Final = 1
-_TCP_STATE: Final = 1
+PROTO_SRC_PORT: Final = 2
 PROTO_DST_PORT: Final = 3
+"""Attributes of the protocol in a tuple."""
+_PROTOINFO_TCP: Final = 1
+_PROTOINFO_TCP_STATE: Final = 1
 
 TCP_SYN_SENT: Final = 1
 TCP_CLOSED: Final = 8
 """States of `tcp_state`: TCP_CONNTRACK_SYN_SENT, and after a reset TCP_CONNTRACK_CLOSE."""
 SEEN_REPLY: Final = 1 << 1
-"""A bit of the attribute `STATUS`, a big-endian number."""
-UNREPLIED: Final = netlink.attribute(STATUS, bytes(4)) + netlink.attribute(
-    _STATUS_MASK, SEEN_REPLY.to_bytes(4, "big"))
-"""A filter for `flows`: those without any reply."""
+_ASSURED: Final = 1 << 2
+_DST_NAT: Final = 1 << 5
+"""Bits of `STATUS`, a big-endian number (IPS_*)."""
+UNREPLIED: Final = attribute(STATUS, bytes(4)) + attribute(_STATUS_MASK, SEEN_REPLY.to_bytes(4, "big"))
+"""Filter of `dump_flows`: flows without any reply."""
 
+_NFNLGRP_NEW, _NFNLGRP_UPDATE, _NFNLGRP_DESTROY = 1, 2, 3
+"""Groups of announcements (NFNLGRP_CONNTRACK_*)."""
+
+# The kernel writes the attributes of both tuples in one fixed order, so one unpack a flow is enough to skip
+# most of a table.
+_TUPLE = {family: struct.Struct(f"=H2x8s{family.size}s4x{family.size}s4x4sB7x2s6x2s") for family in Family}
+"""Size of the attribute, headers of the addresses and of the first, source, destination, header of the
+protocol number, protocol number, source port, destination port."""
+_HEADS = struct.Struct("=HHHH")
+_NESTED_IP = _TUPLE_IP | NLA_F_NESTED
+_TUPLE_HEAD = {
+    Family.IPV4: _HEADS.pack(20, _NESTED_IP, 8, 1),
+    Family.IPV6: _HEADS.pack(44, _NESTED_IP, 20, 3),
+}
+_NUMBER_HEAD = _HEADS.pack(0, 0, 5, PROTO_NUM)[4:]
+
+
+# The table. It is read as a stream of undecoded flows: it may hold hundreds of thousands of them.
 
 class TrackedFlow(NamedTuple):
     """A flow as listed: ``data[start:end]`` begins with the tuple of its first packet."""
@@ -104,15 +130,15 @@ class AnsweredBy(NamedTuple):
 
 def open_socket() -> NetlinkSocket:
     """Open a socket to connection tracking. Raises OSError."""
-    return NetlinkSocket.open(netlink.NETLINK_NETFILTER)
+    return NetlinkSocket.open(NETLINK_NETFILTER)
 
 
 def header(family: Family) -> bytes:
     """Return the bytes with which the payload of a request about *family* begins."""
-    return netlink.NFGENMSG.pack(family.af, 0, 0)
+    return NFGENMSG.pack(family.af, 0, 0)
 
 
-def flows(family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wanted: bytes = b"") -> T:
+def dump_flows(family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wanted: bytes = b"") -> T:
     """Return what *collect* makes of all flows of *family*; see `NetlinkSocket.dump`.
 
     *wanted* are the attributes of a filter, which kernels before 5.8 ignore. Raises OSError, also if the
@@ -130,46 +156,24 @@ def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:
 
 def tcp_state(info: bytes) -> int:
     """Return the state (enum tcp_conntrack) in the attribute `PROTOINFO`; 0 if it has none."""
-    for kind in (_PROTOINFO_TCP, _TCP_STATE):
-        info = netlink.attributes(info, 0, len(info)).get(kind, b"")
+    for kind in (_PROTOINFO_TCP, _PROTOINFO_TCP_STATE):
+        info = attributes(info, 0, len(info)).get(kind, b"")
     return info[0] if info else 0
 
 
-def decode(spans: Iterator[netlink.Span], family: Family) -> Iterator[TrackedFlow]:
+def decode(spans: Iterator[Span], family: Family) -> Iterator[TrackedFlow]:
     unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]
     for data, start, end in spans:
-        start += netlink.NFGENMSG.size
+        start += NFGENMSG.size
         size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
         if head != tuple_head or number_head != _NUMBER_HEAD:
             raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
         yield TrackedFlow(data, start, end, size, source, to, protocol, to_port)
 
 
-# A flow begins with its original tuple, followed by the reply tuple. The kernel writes the fields of both
-# in one fixed order, so one unpack a flow is enough to skip most of a table. Fields: size of the attribute,
-# header of the addresses and of the first, source, destination, header of the protocol number, protocol
-# number, source port, destination port.
-_TUPLE = {family: struct.Struct(f"=H2x8s{family.size}s4x{family.size}s4x4sB7x2s6x2s") for family in Family}
-_HEADS = struct.Struct("=HHHH")
-_NESTED_IP = 1 | netlink.NLA_F_NESTED
-_TUPLE_HEAD = {
-    Family.IPV4: _HEADS.pack(20, _NESTED_IP, 8, 1),
-    Family.IPV6: _HEADS.pack(44, _NESTED_IP, 20, 3),
-}
-_NUMBER_HEAD = _HEADS.pack(0, 0, 5, PROTO_NUM)[4:]
+# Announcements of new, changed and ended flows.
 
-
-# The kernel's announcements of new, changed and ended flows (linux/netfilter/nfnetlink_conntrack.h).
-
-_GROUPS = (1, 2, 3)
-"""NFNLGRP_CONNTRACK_NEW, _UPDATE and _DESTROY."""
-_NEW, _DELETE = 0x100, 0x102
-_ORIGINAL, _REPLY, _STATUS = 1, 2, 3
-_ADDRESSES, _NUMBERS = 1, 2
-_SEEN_REPLY = 1 << 1
-
-
-class Change(enum.Enum):
+class FlowEventType(enum.Enum):
     """The reason for an announcement."""
 
     NEW = "new"
@@ -177,7 +181,7 @@ class Change(enum.Enum):
     ENDED = "ended"
 
 
-class Direction(NamedTuple):
+class FlowTuple(NamedTuple):
     """The packets of a flow in one direction."""
 
     source: Address
@@ -187,48 +191,51 @@ class Direction(NamedTuple):
 
 
 class FlowEvent(NamedTuple):
-    change: Change
+    change: FlowEventType
     protocol: int
-    original: Direction
+    original: FlowTuple
     """The sender's packets before any translation."""
-    reply: Direction
+    reply: FlowTuple
     """Its source is the endpoint, its destination the sender as the endpoint sees it."""
     is_answered: bool
 
 
 def flow_events(*, only_new: bool = False) -> Announcements[FlowEvent]:
-    """Follow the flows from now on. Raises HostError without CAP_NET_ADMIN."""
-    return Announcements(_GROUPS[:1] if only_new else _GROUPS, parse, "watch connection tracking")
+    """Follow flows from now on. Raises HostError without CAP_NET_ADMIN."""
+    groups = (_NFNLGRP_NEW,) if only_new else (_NFNLGRP_NEW, _NFNLGRP_UPDATE, _NFNLGRP_DESTROY)
+    return Announcements(groups, parse, "watch connection tracking")
 
 
 def parse(data: bytes) -> Iterator[FlowEvent]:
     """Yield the TCP, UDP and SCTP flows in one datagram."""
     for kind, flags, _, start, end in messages(data):
-        if kind not in (_NEW, _DELETE):
+        if kind not in (_NEW, DELETE):
             continue
         found = attributes(data, start + NFGENMSG.size, end)
-        original, reply = _direction(found.get(_ORIGINAL)), _direction(found.get(_REPLY))
+        original, reply = _flow_tuple(found.get(TUPLE_ORIG)), _flow_tuple(found.get(TUPLE_REPLY))
         if original is None or reply is None:
             continue
         is_new = flags & (NLM_F_CREATE | NLM_F_EXCL)
-        change = Change.ENDED if kind == _DELETE else Change.NEW if is_new else Change.UPDATED
-        status = int.from_bytes(found.get(_STATUS, b""), "big")
-        yield FlowEvent(change, original[0], original[1], reply[1], bool(status & _SEEN_REPLY))
+        new_or_updated = FlowEventType.NEW if is_new else FlowEventType.UPDATED
+        status = int.from_bytes(found.get(STATUS, b""), "big")
+        yield FlowEvent(
+            FlowEventType.ENDED if kind == DELETE else new_or_updated, original[0], original[1], reply[1],
+            bool(status & SEEN_REPLY))
 
 
-def _direction(value: bytes | None) -> tuple[int, Direction] | None:
+def _flow_tuple(value: bytes | None) -> tuple[int, FlowTuple] | None:
     if value is None:
         return None
     parts = attributes(value)
-    addresses, numbers = (attributes(parts.get(kind, b"")) for kind in (_ADDRESSES, _NUMBERS))
+    addresses, numbers = (attributes(parts.get(kind, b"")) for kind in (_TUPLE_IP, TUPLE_PROTO))
     source, destination = addresses.get(1) or addresses.get(3), addresses.get(2) or addresses.get(4)
-    if source is None or destination is None or 2 not in numbers or 3 not in numbers:
+    if source is None or destination is None or not numbers.keys() >= {PROTO_SRC_PORT, PROTO_DST_PORT}:
         return None
-    source_port, port = (int.from_bytes(numbers[at], "big") for at in (2, 3))
-    return numbers[1][0], Direction(Address(source), source_port, Address(destination), port)
+    source_port, port = (int.from_bytes(numbers[kind], "big") for kind in (PROTO_SRC_PORT, PROTO_DST_PORT))
+    return numbers[PROTO_NUM][0], FlowTuple(Address(source), source_port, Address(destination), port)
 
 
-# Classic BPF programs by which a socket drops announcements of ended flows before they wake its reader.
+# Socket filters (classic BPF) that drop announcements of ended flows before they wake their reader.
 #
 # Offsets are those of ctnetlink (net/netfilter/nf_conntrack_netlink.c): the netlink header of 16 bytes,
 # that of nfnetlink, and the tuples of both directions without padding between them. Where a tuple is laid
@@ -241,6 +248,7 @@ _FIND, _FIND_WITHIN = Do(LOAD_WORD, 0, 0, 0xFFFFF00C), Do(LOAD_WORD, 0, 0, 0xFFF
 """SKF_AD_NLATTR, SKF_AD_NLATTR_NEST: the offset of attribute X behind, or within, offset A; 0: none."""
 
 _FAMILY, _ATTRIBUTES = 16, 20
+"""Offsets of the address family and of the first attribute."""
 _TCP_AND_STATE = 1
 """CTA_PROTOINFO_TCP, and the CTA_PROTOINFO_TCP_STATE within."""
 
@@ -251,7 +259,7 @@ RESETS: Final = (
     Do(_A_TO_X, 0, 0, 0), Do(_LOAD_BYTE_BEHIND_X, 0, 0, 4), Do(JUMP_IF_EQUAL, 1, 0, TCP_CLOSED),
     DROP, ACCEPT,
 )  # fmt: skip
-"""Accepts TCP connections that a reset has ended."""
+"""Filter: TCP connections that a reset has ended."""
 
 
 def _unless_equal(pairs: Iterable[tuple[int, int, int]]) -> list[Do]:
@@ -270,20 +278,15 @@ _IPV6 = _unless_equal([*((LOAD_WORD, at, at + 56) for at in (52, 56, 60, 64)), (
 TRANSLATED: Final = (
     Do(_LOAD_BYTE, 0, 0, _FAMILY), Do(JUMP_IF_EQUAL, 0, len(_IPV4), socket.AF_INET), *_IPV4, *_IPV6,
 )  # fmt: skip
-"""Accepts flows that are answered by another socket than the one dialled."""
+"""Filter: flows that another socket answers than the one dialled."""
 
 
-# Reads UDP flows from the kernel's connection tracking, and deletes stale ones of UDP and TCP.
-#
-# linux/netfilter/nf_conntrack_common.h. Since Linux 5.8 the kernel filters its listing; an older kernel
-# lists every flow of the family, which costs time and changes nothing else.
+# UDP flows, and the deletion of stale ones of UDP and TCP. Since Linux 5.8 the kernel filters its listing; an
+# older kernel lists every flow of the family, which costs time and changes nothing else.
 
 _FILTER_ORIG_FLAGS: Final = 1
 _FILTER_PROTO_NUM: Final = 1 << 3
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
-
-_DST_NAT: Final = 1 << 5
-"""IPS_DST_NAT: a nat rule has set the flow's destination."""
 
 _FIRST = struct.Struct("=2xH4s")
 """Kind and value of an attribute of four bytes."""
@@ -295,24 +298,24 @@ _BATCH: Final = 64
 """Flows deleted at once while the table is being read."""
 
 
-class Flow(NamedTuple):
+class UdpFlow(NamedTuple):
+    """Source and destination are those of its first datagram."""
+
     source: Address
-    """Source of its first datagram."""
     destination: Socket
-    """Destination of its first datagram."""
     answered_by: Socket
     translated: bool
-    """True if a nat rule set the destination, and not IPVS or another part of the kernel."""
+    """A nat rule set the destination (IPS_DST_NAT), and not IPVS or another part of the kernel."""
 
 
-def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[Iterable[Flow]], T]) -> T:
+def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[Iterable[UdpFlow]], T]) -> T:
     """Return what *collect* makes of the flows of *family* to these addresses; it may be called again.
 
     Acts on the network namespace of the calling thread, and takes as long as `delete_stale_udp`.
     Raises HostError.
     """
     with doing(f"list {family.label} UDP flows"):
-        return flows(
+        return dump_flows(
             family, lambda listed: collect(_flows(listed, family, to)), _filter(Protocol.UDP))
 
 
@@ -378,31 +381,31 @@ def _delete(
                 problem = next((code for code in errors if code != errno.ENOENT), problem)
 
         for wanted in filters:
-            flows(family, sweep, wanted)
+            dump_flows(family, sweep, wanted)
         if problem:
             raise OSError(problem, os.strerror(problem))
         return deleted
 
 
-def _deletion(flow: TrackedFlow, family: Family) -> Request:
+def _deletion(flow: TrackedFlow, family: Family) -> NetlinkRequest:
     rest = attributes(flow.data, flow.start, flow.end)
     # Without its tuple a request would delete every flow.
     payload = header(family) + flow.data[flow.start : flow.start + flow.size] + b"".join(
         attribute(kind, rest[kind]) for kind in (ZONE, ID) if kind in rest
     )
-    return Request(DELETE, 0, payload)
+    return NetlinkRequest(DELETE, 0, payload)
 
 
 def _flows(
     listed: Iterable[TrackedFlow], family: Family, wanted: Container[Address]
-) -> Iterator[Flow]:
+) -> Iterator[UdpFlow]:
     for flow in listed:
         if flow.protocol == Protocol.UDP and flow.destination in wanted:
             by = answered_by(family, flow)
             kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
             if kind != STATUS:  # A zone precedes it.
                 status = attributes(flow.data, flow.start, flow.end)[STATUS]
-            yield Flow(
+            yield UdpFlow(
                 flow.source, _socket(flow.destination, flow.port), _socket(by.address, by.port),
                 bool(int.from_bytes(status, "big") & _DST_NAT),
             )  # fmt: skip
@@ -423,13 +426,23 @@ def _filter(protocol: Protocol, port: int | None = None) -> bytes:
     return wanted + nested(FILTER, attribute(_FILTER_ORIG_FLAGS, _FLAGS.pack(flags)))
 
 
-# Packets and bytes of translated connections, which the kernel counts with ``nf_conntrack_acct``.
+# Packets and bytes of translated connections, as counted by the kernel.
 
-SETTING = "net.netfilter.nf_conntrack_acct"
+ACCT_SYSCTL = "net.netfilter.nf_conntrack_acct"
+
+_COUNTERS = struct.Struct(">8sQ4sQ8sQ4sQ")
+"""Counters of both directions in a row (CTA_COUNTERS_*), each of packets and bytes. The kernel adds padding
+where 64 bits must be aligned."""
+_NUMBER = struct.Struct("=HH")
+_PACKETS, _BYTES = _NUMBER.pack(12, 1), _NUMBER.pack(12, 2)
+_COUNTER_HEADS = (
+    _NUMBER.pack(28, _COUNTERS_ORIG | NLA_F_NESTED) + _PACKETS, _BYTES,
+    _NUMBER.pack(28, _COUNTERS_REPLY | NLA_F_NESTED) + _PACKETS, _BYTES,
+)  # fmt: skip
 
 
 class Volume(NamedTuple):
-    """Numbers of both directions. Bytes are those of IP packets, headers included."""
+    """Packets and bytes in both directions. Bytes include IP headers."""
 
     packets_to_endpoint: int = 0
     bytes_to_endpoint: int = 0
@@ -446,41 +459,41 @@ class Volume(NamedTuple):
 NO_VOLUME = Volume()
 
 
-class Way(NamedTuple):
-    """The sockets of translated connections, as conntrack has them."""
+class Translation(NamedTuple):
+    """A dialled socket and the endpoint to which connections to it are translated."""
 
     family: Family
     protocol: int
     destination: Address
     port: bytes
-    """Dialled by the client, at `destination`. In network order."""
+    """Of `destination`, in network order."""
     endpoint: Address
     endpoint_port: bytes
 
 
-Volumes = Mapping[Way, Volume]
+Volumes = Mapping[Translation, Volume]
 
 
-def are_counted() -> bool:
-    """Return whether new connections are counted, in the calling thread's network namespace."""
+def accounting_enabled() -> bool:
+    """Return whether the kernel counts new connections of this thread's network namespace."""
     try:
-        return sysctl.read(SETTING.replace(".", "/")) == "1"
+        return sysctl.read(ACCT_SYSCTL.replace(".", "/")) == "1"
     except HostError:
         return False
 
 
-def read_volumes(family: Family) -> dict[Way, Volume]:
+def read_volumes(family: Family) -> dict[Translation, Volume]:
     """Return the sums over this thread's whole table, at 4.5 us a connection. Raises HostError."""
     with doing(f"list {family.label} connections"):
-        return flows(family, lambda flows: _sums(flows, family))
+        return dump_flows(family, lambda found: _sums(found, family))
 
 
-def ended_volumes(events: Iterator[Span], family: Family) -> dict[Way, Volume]:
+def ended_volumes(events: Iterator[Span], family: Family) -> dict[Translation, Volume]:
     """Return the sums over the connections that *events* report as destroyed."""
     return _sums(decode(events, family), family)
 
 
-def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[Way, Volume]:
+def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[Translation, Volume]:
     found: dict[tuple[int, Address, bytes, Address, bytes], list[int]] = {}
     for flow in flows:
         size, address, port = answered_by(family, flow)
@@ -489,11 +502,11 @@ def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[Way, Volume]:
         numbers = _numbers(flow, size)
         if numbers is None:
             continue  # It is older than the setting.
-        way = flow.protocol, flow.destination, flow.port, address, port
-        sums = found.setdefault(way, [0, 0, 0, 0])
+        sockets = flow.protocol, flow.destination, flow.port, address, port
+        sums = found.setdefault(sockets, [0, 0, 0, 0])
         for at, number in enumerate(numbers):
             sums[at] += number
-    return {Way(family, *way): Volume(*sums) for way, sums in found.items()}
+    return {Translation(family, *sockets): Volume(*sums) for sockets, sums in found.items()}
 
 
 def _numbers(flow: TrackedFlow, size: int) -> Sequence[int] | None:
@@ -504,37 +517,20 @@ def _numbers(flow: TrackedFlow, size: int) -> Sequence[int] | None:
         if found[::2] == _COUNTER_HEADS:
             return found[1::2]
     rest = attributes(flow.data, flow.start + flow.size + size, flow.end)
-    if not rest.keys() >= {_ORIGINAL_COUNTERS, _REPLY_COUNTERS}:
+    if not rest.keys() >= {_COUNTERS_ORIG, _COUNTERS_REPLY}:
         return None
-    both = [attributes(rest[kind], 0, len(rest[kind])) for kind in (_ORIGINAL_COUNTERS, _REPLY_COUNTERS)]
+    both = [attributes(rest[kind], 0, len(rest[kind])) for kind in (_COUNTERS_ORIG, _COUNTERS_REPLY)]
     return [int.from_bytes(counters[kind], "big") for counters in both for kind in (1, 2)]
 
 
-# The kernel writes the counters of both directions in a row: the attributes CTA_COUNTERS_ORIG and
-# CTA_COUNTERS_REPLY, each with CTA_COUNTERS_PACKETS and CTA_COUNTERS_BYTES. Where 64 bits must be aligned, it
-# adds padding.
-_ORIGINAL_COUNTERS, _REPLY_COUNTERS = 9, 10
-_COUNTERS = struct.Struct(">8sQ4sQ8sQ4sQ")
-_NUMBER = struct.Struct("=HH")
-_PACKETS, _BYTES = _NUMBER.pack(12, 1), _NUMBER.pack(12, 2)
-_COUNTER_HEADS = (
-    _NUMBER.pack(28, _ORIGINAL_COUNTERS | NLA_F_NESTED) + _PACKETS, _BYTES,
-    _NUMBER.pack(28, _REPLY_COUNTERS | NLA_F_NESTED) + _PACKETS, _BYTES,
-)  # fmt: skip
+# Failed TCP connections.
 
-
-# TCP connections that connection tracking saw fail (linux/netfilter/nf_conntrack_{common,tcp}.h).
-
-_NFNLGRP_CONNTRACK_DESTROY: Final = 3
 _BUFFER: Final = 8 << 20
-"""Bytes; a few seconds at 20,000 connections a second."""
-
-_ASSURED: Final = 1 << 2
-_TIMEOUT: Final = 7
+"""Size in bytes; a few seconds at 20,000 connections a second."""
 _SIZE = struct.Struct("=H")
 
 
-class Ended(NamedTuple):
+class ResetConnection(NamedTuple):
     family: Family
     dialled: Frontend
     endpoint: Destination
@@ -542,7 +538,7 @@ class Ended(NamedTuple):
     """False: the reset answered the SYN."""
 
 
-class Unanswered(NamedTuple):
+class UnansweredConnection(NamedTuple):
     """A TCP connection whose SYN has had no answer for a second."""
 
     id: bytes
@@ -550,26 +546,28 @@ class Unanswered(NamedTuple):
     endpoint: Destination
 
 
-class ResetWatch(NotificationWatch):
+class ResetWatch(NotificationThread):
     """Reports connections as they end by a reset. An established one is reported ten seconds later."""
 
     def __init__(
-        self, ended: Callable[[Sequence[Ended], bool], None], add_volumes: Callable[[Volumes], None] | None,
+        self, ended: Callable[[Sequence[ResetConnection], bool], None],
+        add_volumes: Callable[[Volumes], None] | None,
     ) -> None:
-        """Both are called from a thread of their own; True: some events were lost. Raises HostError.
+        """Start watching. Both functions are called from the watch's thread. Raises HostError.
 
-        *add_volumes* is told the sums over all connections that have ended. None: nothing is spent on them.
+        *ended* takes the connections, and True if the kernel dropped events. *add_volumes* takes the sums
+        over all connections that ended; None: those are not received.
         """
         self._ended = ended
         self._add_volumes = add_volumes
         with doing("receive events of connection tracking"):
             sock = NetlinkSocket.open(
-                netlink.NETLINK_NETFILTER, groups=(_NFNLGRP_CONNTRACK_DESTROY,), receive_space=_BUFFER,
+                NETLINK_NETFILTER, groups=(_NFNLGRP_DESTROY,), receive_space=_BUFFER,
                 accept=RESETS if add_volumes is None else TRANSLATED)
         super().__init__("conntrack-events", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
-        events = [(data, start, end) for data in datagrams for _, _, _, start, end in netlink.messages(data)]
+        events = [(data, start, end) for data in datagrams for _, _, _, start, end in messages(data)]
         if self._add_volumes is not None:
             for af, family in FAMILY_BY_AF.items():
                 of_family = (event for event in events if event[0][event[1]] == af)
@@ -579,41 +577,41 @@ class ResetWatch(NotificationWatch):
             self._ended(found, lost)
 
 
-def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
-    """Return the connections that still have no answer a second after their last SYN.
+def read_unanswered(family: Family, syn_timeout: int) -> list[UnansweredConnection]:
+    """Return the connections without an answer a second after their last SYN.
 
-    *syn_timeout*: seconds for which the kernel remembers a SYN. Acts on the network namespace of the calling
+    *syn_timeout*: the kernel's timeout of a SYN in seconds. Acts on the network namespace of the calling
     thread. Raises HostError.
     """
     with doing(f"list {family.label} connections"):
-        return flows(
-            family, lambda flows: list(_waiting(flows, family, syn_timeout)), UNREPLIED)
+        return dump_flows(
+            family, lambda found: list(_waiting(found, family, syn_timeout)), UNREPLIED)
 
 
 def _waiting(
     flows: Iterable[TrackedFlow], family: Family, syn_timeout: int
-) -> Iterator[Unanswered]:
+) -> Iterator[UnansweredConnection]:
     for flow, dialled, endpoint in _translated(flows, family):
-        found = netlink.attributes(flow.data, flow.start, flow.end)
+        found = attributes(flow.data, flow.start, flow.end)
         seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
         if seconds > 1 and not _number(found[STATUS]) & SEEN_REPLY:
-            yield Unanswered(found[ID], dialled, endpoint)
+            yield UnansweredConnection(found[ID], dialled, endpoint)
 
 
-def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
+def _resets(spans: Iterable[Span]) -> Iterator[ResetConnection]:
     """Yield the translated TCP connections among destroyed ones that a reset has ended."""
     for data, start, end in spans:
         # Most connections end otherwise: look for the state first, behind the header and both tuples.
-        at = start + netlink.NFGENMSG.size
+        at = start + NFGENMSG.size
         for _ in range(2):
             at += _SIZE.unpack_from(data, at)[0]
-        rest = netlink.attributes(data, at, end)
+        rest = attributes(data, at, end)
         if tcp_state(rest.get(PROTOINFO, b"")) != TCP_CLOSED:
             continue
         family = FAMILY_BY_AF[data[start]]
         for _, dialled, endpoint in _translated(decode(iter([(data, start, end)]), family), family):
             assured = bool(_number(rest[STATUS]) & _ASSURED)
-            yield Ended(family, dialled, endpoint, assured)
+            yield ResetConnection(family, dialled, endpoint, assured)
 
 
 def _translated(
@@ -631,10 +629,8 @@ def _number(value: bytes) -> int:
     return int.from_bytes(value, "big")
 
 
-# The kernel's limits and timeouts for tracked connections.
-#
-# The rules are kube-proxy 1.36's (cmd/kube-proxy/app/conntrack.go), except that a setting which this
-# process is not permitted to write does not prevent serving.
+# Limits and timeouts, as in kube-proxy 1.36 (cmd/kube-proxy/app/conntrack.go), except that a setting which
+# this process is not permitted to write does not prevent serving.
 
 _MAX_SCALED = 1 << 20
 _HASH_SIZE = Path("/sys/module/nf_conntrack/parameters/hashsize")
@@ -673,14 +669,16 @@ class ConntrackLimits(Struct, frozen=True, kw_only=True):
         return [(f"net/netfilter/{name}", value) for name, value in wanted if value > 0]
 
 
-class Applied(NamedTuple):
+class AppliedLimits(NamedTuple):
     refused: Sequence[HostError]
     """Settings that differ and that this process is not permitted to write."""
     read_only_sys: bool = False
     """The hash table is too small for the limit and cannot be enlarged, which slows lookups."""
 
 
-def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _HASH_SIZE) -> Applied:
+def apply_limits(
+    limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _HASH_SIZE
+) -> AppliedLimits:
     """Write the settings that differ, in the calling thread's network namespace.
 
     *cores* defaults to this machine's. Raises HostError for errors other than a lack of permission, with
@@ -697,7 +695,7 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     read_only_sys = limited and not _enlarge(hash_size, limit // 4)
     for name, value in limits.sysctls():
         _ensure(name, value, refused)
-    return Applied(tuple(refused), read_only_sys)
+    return AppliedLimits(tuple(refused), read_only_sys)
 
 
 def _ensure(name: str, value: int, refused: list[HostError]) -> bool:

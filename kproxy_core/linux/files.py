@@ -1,4 +1,4 @@
-"""Files and directories: watched (inotify(7)), locked (flock(2)), and kept from other users."""
+"""Files and directories: watched (inotify(7)), locked (flock(2)), and protected from other users."""
 
 import contextlib
 import ctypes
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.linux.netlink import Watch
+from kproxy_core.linux.netlink import PollThread
 
-# Linux inotify: notices of changes in directories. See inotify(7).
+log = logging.getLogger("kproxy.sources")
 
 MODIFY = 0x2
 ATTRIB = 0x4
@@ -33,7 +33,7 @@ IGNORED = 0x8000
 ENTRY_CHANGED = CREATE | DELETE | MOVED_FROM | MOVED_TO
 SELF_CHANGED = DELETE_SELF | MOVE_SELF
 OVER = SELF_CHANGED | UNMOUNT | IGNORED
-"""The path of the watched directory may lead elsewhere now."""
+"""The path of the watched directory may lead to another directory now."""
 
 _ONLYDIR = 0x01000000
 _HEADER = struct.Struct("iIII")
@@ -102,12 +102,7 @@ class Inotify:
         return result
 
 
-# A watch on one directory of manifests, through symbolic links on its path and in it.
-#
-# It covers the directory, every directory with a symbolic link on its path or on the path from a linked
-# manifest to its file, and, while the directory does not exist, its nearest existing parent.
-
-log = logging.getLogger("kproxy.sources")
+# Watches of a directory and of a file.
 
 _DIRECTORY_MASK = (
     ENTRY_CHANGED | SELF_CHANGED | CLOSE_WRITE | MODIFY | ATTRIB)
@@ -124,7 +119,7 @@ def is_manifest(name: str) -> bool:
     return name.endswith((".yaml", ".yml", ".json")) and not name.startswith(".")
 
 
-class Hints(Struct):
+class DirectoryChanges(Struct):
     manifests: list[tuple[str, Notice]] = field(default_factory=list)
     """Names of manifests, with the change of the manifest or of a link to it."""
     links: bool = False
@@ -136,7 +131,13 @@ class Hints(Struct):
 
 
 class DirectoryWatch:
-    """A watch on the directory *path*. Raises OSError if no inotify instance can be created."""
+    """A watch on the directory *path* of manifests, through symbolic links on its path and in it.
+
+    It covers the directory, every directory with a symbolic link on its path or on the path from a linked
+    manifest to its file, and, while the directory does not exist, its nearest existing parent.
+
+    Raises OSError if no inotify instance can be created.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -202,9 +203,9 @@ class DirectoryWatch:
         self._watches.add(watch)
         return watch
 
-    def read(self) -> Hints:
+    def read(self) -> DirectoryChanges:
         """Return the changes since the last call without waiting."""
-        hints = Hints()
+        hints = DirectoryChanges()
         for notice in self._inotify.read():
             if notice.mask & Q_OVERFLOW:
                 hints.everything = True
@@ -212,7 +213,7 @@ class DirectoryWatch:
                 self._sort(notice, hints)
         return hints
 
-    def _sort(self, notice: Notice, hints: Hints) -> None:
+    def _sort(self, notice: Notice, hints: DirectoryChanges) -> None:
         if notice.mask & OVER:
             hints.directory = True
             return
@@ -259,15 +260,14 @@ def entries_to(folder: str, path: str) -> list[Entry]:
     return entries
 
 
-# A watch for changed contents of a file: rewritten, replaced, or reached through changed links.
-#
-# The kubelet updates a mounted ConfigMap by renaming a link, ``..data``, on the path to the file.
-
 _FILE_MASK = ENTRY_CHANGED | SELF_CHANGED | CLOSE_WRITE
 
 
 class FileWatch:
     """Calls *changed*, from a thread of its own, when the file *path* no longer holds *content*.
+
+    The file may be rewritten, replaced, or reached through changed links: the kubelet updates a mounted
+    ConfigMap by renaming a link, ``..data``, on the path to the file.
 
     *changed* returns the content that counts as unchanged from then on; None: it is not called again. A file
     that is missing or being written does not count as changed. Without inotify no change is noticed, which is
@@ -279,7 +279,7 @@ class FileWatch:
         self._changed = changed
         self._watched: dict[int, set[str]] = {}
         """Names by watch: every directory entry that decides which file is at the path."""
-        self._watch: Watch | None = None
+        self._watch: PollThread | None = None
         try:
             self._notices = Inotify()
         except OSError as error:
@@ -287,7 +287,8 @@ class FileWatch:
                 "fields": {"file": self._path, "error": error.strerror}})
             return
         self._renew()
-        self._watch = Watch("config file", self._notices.fileno(), self._run(content).__next__, first=0.0)
+        run = self._run(content)
+        self._watch = PollThread("config file", self._notices.fileno(), run.__next__, first=0.0)
 
     def close(self) -> None:
         """Stop watching; *changed* is not called after this returns."""
@@ -326,10 +327,13 @@ class FileWatch:
             return False
 
 
-# A lock that the kernel releases when the process ends, even after SIGKILL (flock(2)).
+# Locks, and files of this program alone.
 
 class FileLock:
-    """The lock on one file, which exists while a process has the lock or has been killed with it."""
+    """A lock on one file, which the kernel releases when the process ends, even after SIGKILL.
+
+    The file exists while a process holds the lock, and after one was killed while it did.
+    """
 
     def __init__(self, path: Path) -> None:
         """Create the file and its directory, for this user alone, where they do not exist. Raises OSError."""
@@ -367,8 +371,6 @@ class FileLock:
     def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
-
-# Small files of this program that no other user may write or read.
 
 def read_private(path: Path, most: int) -> bytes:
     """Return the bytes of *path*. Raises OSError, or ValueError if it is no file of *most* bytes or fewer."""

@@ -1,6 +1,6 @@
-"""Rules of any program as nft prints them, and nft commands checked, by libnftables in a child process.
+"""nft's listings of rules, and its checks of commands, by libnftables in a child process.
 
-libnftables ends its process by SIGSEGV at sets that a newer release made: those of any program on the node.
+libnftables crashes (SIGSEGV) at sets that a newer release made, which any program on the node may have used.
 """
 
 import json
@@ -19,9 +19,9 @@ from kproxy_core.linux.libnftables_child import NO_BINDING
 from kproxy_core.linux.nftables import TableName, all_tables
 
 if TYPE_CHECKING:
-    from kproxy_core.linux.trial import Namespace
+    from kproxy_core.linux.trial import TrialNamespace
 
-Style = Literal["handle_output", "stateless_output", "terse_output"]
+NftOption = Literal["handle_output", "stateless_output", "terse_output"]
 """nft's options ``-a``, ``-s`` and ``-t``."""
 
 _CHILD: Final = Path(__file__).with_name("libnftables_child.py")
@@ -44,14 +44,14 @@ class Crashed(HostError):
     """libnftables crashed; ``str()`` names the table that it read, if that is known."""
 
 
-class Refused(HostError):
+class CommandRefused(HostError):
     """nft refused a command; ``str()`` is its complaint."""
 
 
 class Listing(NamedTuple):
     text: str
     unread: tuple[str, ...]
-    """A line about each table that is left out, which names the table and the reason."""
+    """The omitted tables, each with the reason."""
 
 
 class _Answer(NamedTuple):
@@ -60,17 +60,17 @@ class _Answer(NamedTuple):
     problem: str
 
     def text(self) -> str:
-        """Return the output. Raises Refused."""
+        """Return the output. Raises CommandRefused."""
         if self.status:
-            raise Refused(f"nft: {_first_line(self.problem)}")
+            raise CommandRefused(f"nft: {_first_line(self.problem)}")
         return self.output
 
 
-def list_tables(family: str = "", style: Sequence[Style] = ()) -> Listing:
+def list_tables(family: str = "", style: Sequence[NftOption] = ()) -> Listing:
     """List all tables of *family* (``ip``, ``ip6``, ``inet``, ...; "": of every one).
 
-    A table that crashes libnftables is left out. Before nft 1.1.0, only this list leaves the elements of sets
-    unread if it is terse; not where a table is left out. Raises HostError.
+    A table that crashes libnftables is omitted. Before nft 1.1.0, a terse listing skips the elements of sets
+    only here, and only if no table is omitted. Raises HostError.
     """
     try:
         return Listing(_one(f"list ruleset {family}".rstrip(), style), ())
@@ -78,12 +78,12 @@ def list_tables(family: str = "", style: Sequence[Style] = ()) -> Listing:
         return _list_one_by_one([table for table in all_tables() if family in ("", table.family)], style)
 
 
-def list_table(family: str, table: str, style: Sequence[Style] = ()) -> str:
+def list_table(family: str, table: str, style: Sequence[NftOption] = ()) -> str:
     """List one table; "" if it does not exist. Raises HostError; Crashed names the table."""
     return _list_part("table", TableName(family, table), (), style)
 
 
-def list_chain(family: str, table: str, chain: str, style: Sequence[Style] = ()) -> str:
+def list_chain(family: str, table: str, chain: str, style: Sequence[NftOption] = ()) -> str:
     """List one chain within its table, as `list_table` does. Other tables are not read."""
     return _list_part("chain", TableName(family, table), (chain,), style)
 
@@ -94,18 +94,18 @@ def complaint(commands: str) -> str:
     They are checked in a network namespace of their own, where only loopback exists. This process must have
     no other threads. Raises HostError.
     """
-    from kproxy_core.linux.trial import TrialUnanswered, ask
+    from kproxy_core.linux.trial import TrialFailed, run_in_child
 
     try:
-        found = ask(partial(_complaint, commands))
-    except TrialUnanswered as error:
+        found = run_in_child(partial(_complaint, commands))
+    except TrialFailed as error:
         raise HostError(f"nft did not check the rules: {error}") from error
     if isinstance(found, HostError):
         raise found
     return found
 
 
-def _complaint(commands: str, namespace: "Namespace") -> str | HostError:
+def _complaint(commands: str, namespace: "TrialNamespace") -> str | HostError:
     """Return the complaint or the error: a raised one would not leave this process."""
     if why_not := namespace.enter():
         return HostError(why_not)
@@ -116,21 +116,21 @@ def _complaint(commands: str, namespace: "Namespace") -> str | HostError:
         return error
 
 
-def _list_part(kind: str, table: TableName, names: Sequence[str], style: Sequence[Style]) -> str:
+def _list_part(kind: str, table: TableName, names: Sequence[str], style: Sequence[NftOption]) -> str:
     for name in (table.name, *names):
         if not _NAME.fullmatch(name):
-            raise Refused(f"table {table}: {name!r} is a name that nft cannot read")
+            raise CommandRefused(f"table {table}: {name!r} is a name that nft cannot read")
     try:
         return _one(" ".join(["list", kind, *table, *names]), style)
     except Crashed as error:
         raise Crashed(_unreadable(table, _library(), str(error))) from error
-    except Refused:
+    except CommandRefused:
         if table not in all_tables():
             return ""
         raise
 
 
-def _list_one_by_one(tables: Iterable[TableName], style: Sequence[Style]) -> Listing:
+def _list_one_by_one(tables: Iterable[TableName], style: Sequence[NftOption]) -> Listing:
     """List *tables* in as few processes as possible: a new one after each that is ended. Raises HostError."""
     text, unread = "", []
     waiting = []
@@ -152,7 +152,7 @@ def _list_one_by_one(tables: Iterable[TableName], style: Sequence[Style]) -> Lis
     return Listing(text, tuple(unread))
 
 
-def _one(command: str, style: Sequence[Style]) -> str:
+def _one(command: str, style: Sequence[NftOption]) -> str:
     """Return the output of one command. Raises Crashed with the signal's name only, Refused, or HostError."""
     answers, crash = _run([command], style)
     if crash:

@@ -1,14 +1,10 @@
-"""Netlink messages and attributes as bytes, those to nf_tables included: encoding and decoding only
-(linux/netlink.h).
-"""
+"""Encoding and decoding of netlink messages (linux/netlink.h, linux/netfilter/nfnetlink.h). Pure."""
 
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Family
-
-# Netlink messages and attributes as bytes: encoding and decoding only (linux/netlink.h).
 
 NETLINK_ROUTE: Final = 0
 NETLINK_SOCK_DIAG: Final = 4
@@ -41,7 +37,7 @@ Span = tuple[bytes, int, int]
 """A payload: ``data[start:end]``, not copied."""
 
 
-class Request(NamedTuple):
+class NetlinkRequest(NamedTuple):
     """A message without its header."""
 
     kind: int
@@ -51,7 +47,7 @@ class Request(NamedTuple):
 
 
 def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
-    """Encode one request. *payload* must be padded; see `Request`."""
+    """Encode one request. *payload* must be padded; see `NetlinkRequest`."""
     return HEADER.pack(HEADER.size + len(payload), kind, flags | NLM_F_REQUEST, sequence, 0) + payload
 
 
@@ -115,7 +111,7 @@ def error_code(data: bytes, start: int) -> int:
     return -code
 
 
-# Requests to nf_tables, encoded (linux/netfilter/nfnetlink.h).
+# Requests to nf_tables.
 
 KIND: Final = 10 << 8
 """NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
@@ -134,7 +130,7 @@ def payload(family: Family, *attributes: bytes) -> bytes:
     return NFGENMSG.pack(family.af, 0, 0) + b"".join(attributes)
 
 
-def transaction(requests: Sequence[Request], *, commit: bool = True) -> tuple[bytes, int]:
+def transaction(requests: Sequence[NetlinkRequest], *, commit: bool = True) -> tuple[bytes, int]:
     """Encode *requests* as one transaction. Return it with the sequence number that is acknowledged.
 
     Without *commit*, the kernel checks the requests and undoes them.

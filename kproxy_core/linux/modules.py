@@ -1,4 +1,4 @@
-"""The modules of the running kernel: loaded, built in or loadable. Nothing here but `Modules.load` loads any.
+"""The modules of the running kernel: loaded, built in or loadable. Only `Modules.load` loads any.
 
 The places to look are those of kube-proxy up to 1.25 (pkg/proxy/ipvs/proxier.go, GetModules) and modprobe(8).
 """
@@ -36,7 +36,8 @@ class Modules:
         self, options: Mapping[str, str] | None = None, *, root: Path = Path("/"), release: str = ""
     ) -> None:
         """*options* are the kernel configuration options of modules whose option is not ``CONFIG_`` and the
-        module's name. Tests set *root* and *release*."""
+        module's name. Tests set *root* and *release*.
+        """
         self._options = options or {}
         self._root = root
         self.release = release or platform.release()

@@ -14,10 +14,29 @@ from kproxy_core.linux import messages as netlink
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.messages import NETLINK_NETFILTER
 
-# A thread that waits for events of one descriptor.
+T = TypeVar("T")
+
+_SOL_NETLINK: Final = 270
+_NETLINK_ADD_MEMBERSHIP: Final = 1
+_NETLINK_CAP_ACK: Final = 10
+_SO_ATTACH_FILTER: Final = 26
+_SO_SNDBUFFORCE: Final = 32
+_SO_RCVBUFFORCE: Final = 33
+
+_RECEIVE_SIZE: Final = 1 << 17
+"""Size in bytes of one read, above the 32 KiB that the kernel puts into one part of a dump."""
+_DUMP_ATTEMPTS: Final = 5
+"""As in kube-proxy."""
+_MOST_AT_ONCE: Final = 256
+"""Limit for the datagrams of one `NetlinkSocket.pending`."""
+_BATCH_REQUESTS: Final = 200
+_BATCH_BYTES: Final = 1 << 16
+"""A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
+_ANNOUNCEMENT_SPACE: Final = 8 << 20
+"""Size in bytes of the receive buffer of `Announcements`."""
 
 
-class Watch:
+class PollThread:
     """Calls back whenever a descriptor is readable, from a thread of its own."""
 
     def __init__(
@@ -52,31 +71,9 @@ class Watch:
             seconds = self._ready()
 
 
-# Netlink sockets: requests, batches and dumps (linux/netlink.h).
-#
-# The kernel answers netfilter, rtnetlink and generic netlink requests before `send` returns. An answer
-# that cannot be received at once will therefore never arrive, and nothing here waits for one.
+class RequestError(NamedTuple):
+    """The kernel's error for one request."""
 
-T = TypeVar("T")
-
-_SOL_NETLINK: Final = 270
-_NETLINK_ADD_MEMBERSHIP: Final = 1
-_NETLINK_CAP_ACK: Final = 10
-_SO_ATTACH_FILTER: Final = 26
-_SO_SNDBUFFORCE: Final = 32
-_SO_RCVBUFFORCE: Final = 33
-
-_RECEIVE_SIZE: Final = 1 << 17
-"""Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
-_DUMP_ATTEMPTS: Final = 5
-"""The number in kube-proxy."""
-_MOST_AT_ONCE: Final = 256
-_BATCH_REQUESTS: Final = 200
-_BATCH_BYTES: Final = 1 << 16
-"""A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
-
-
-class Refusal(NamedTuple):
     number: int
     """Index of the request, or its sequence number (see `NetlinkSocket.transact`)."""
     code: int
@@ -102,7 +99,11 @@ ACCEPT, DROP = Instruction(RETURN, 0, 0, 0xFFFFFFFF), Instruction(RETURN, 0, 0, 
 
 
 class NetlinkSocket:
-    """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
+    """A netlink socket in the network namespace of the thread that opened it. Not thread-safe.
+
+    The kernel answers netfilter, rtnetlink and generic netlink requests before `send` returns. An answer that
+    cannot be received at once will therefore never arrive, and nothing here waits for one.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -116,9 +117,8 @@ class NetlinkSocket:
         """Open a socket that receives the notifications of *groups*, by number.
 
         Notifications caused by the ports in *ignore* are dropped by the kernel, as are those for which the
-        program *accept* returns 0. *receive_space* and
-        *send_space* are the buffers' sizes in bytes, limited by net.core.*mem_max without CAP_NET_ADMIN;
-        0 means the kernel's default. Raises OSError.
+        program *accept* returns 0. *receive_space* and *send_space* are the buffers' sizes in bytes, limited
+        by net.core.*mem_max without CAP_NET_ADMIN; 0 means the kernel's default. Raises OSError.
         """
         sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
         try:
@@ -172,13 +172,13 @@ class NetlinkSocket:
         _raise_for(code)
         return found
 
-    def exchange(self, requests: Sequence[netlink.Request]) -> list[Refusal]:
+    def exchange(self, requests: Sequence[netlink.NetlinkRequest]) -> list[RequestError]:
         """Send *requests*, in batches, and return the refused ones by index. All others are done.
 
         Raises OSError, also if a batch is refused as a whole: without the privilege for it, the kernel
         answers its first request only.
         """
-        refused: list[Refusal] = []
+        refused: list[RequestError] = []
         start = size = 0
         for at, request in enumerate(requests):
             if at - start == _BATCH_REQUESTS or (at > start and size + len(request.payload) > _BATCH_BYTES):
@@ -187,29 +187,31 @@ class NetlinkSocket:
             size += len(request.payload)
         return refused + self._exchange(requests, start, len(requests))
 
-    def _exchange(self, requests: Sequence[netlink.Request], start: int, end: int) -> list[Refusal]:
+    def _exchange(
+        self, requests: Sequence[netlink.NetlinkRequest], start: int, end: int
+    ) -> list[RequestError]:
         if start == end:
             return []
         data = b"".join([
             netlink.message(kind, flags | (netlink.NLM_F_ACK if number == end else 0), payload, number)
             for number, (kind, flags, payload) in enumerate(requests[start:end], start + 1)
         ])  # fmt: skip
-        return [Refusal(number - 1, code) for number, code in self.transact(data, end)]
+        return [RequestError(number - 1, code) for number, code in self.transact(data, end)]
 
-    def transact(self, data: bytes, last: int) -> list[Refusal]:
+    def transact(self, data: bytes, last: int) -> list[RequestError]:
         """Send encoded requests and return the refused ones by sequence number, in order.
 
         Only the request with sequence number *last* asks for an acknowledgement: the others are answered
         if they fail. Raises OSError if the kernel says nothing about *last*.
         """
         self._socket.send(data)
-        refused: list[Refusal] = []
+        refused: list[RequestError] = []
         answered = False
         for kind, answer, number, start, _ in self._answers():
             if kind == netlink.NLMSG_ERROR:
                 answered = answered or number == last
                 if code := netlink.error_code(answer, start):
-                    refused.append(Refusal(number, code))
+                    refused.append(RequestError(number, code))
                 if answered and not refused:
                     break
         if not answered:
@@ -312,19 +314,15 @@ def _raise_for(code: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-# Announcements of the netfilter subsystems, read by the program that waits for them.
-
-_RECEIVE_SPACE = 8 << 20
-
-
 class Announcements(Generic[T]):
-    """The announcements since it was opened, in this thread's network namespace. `fileno` can be polled."""
+    """Announcements of netfilter in this thread's network namespace, for a caller that polls `fileno`."""
 
     def __init__(self, groups: Sequence[int], parse: Callable[[bytes], Iterator[T]], purpose: str) -> None:
         """*parse* yields the announcements in a datagram. Raises HostError without CAP_NET_ADMIN."""
         self._parse = parse
         with doing(f"{purpose}, which requires CAP_NET_ADMIN"):
-            self._socket = NetlinkSocket.open(NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
+            self._socket = NetlinkSocket.open(
+                NETLINK_NETFILTER, groups=groups, receive_space=_ANNOUNCEMENT_SPACE)
 
     def __enter__(self) -> Self:
         return self
@@ -342,8 +340,6 @@ class Announcements(Generic[T]):
                 yield from self._parse(data)
 
 
-# A thread that receives netlink notifications.
-
 Receive = Callable[[Sequence[bytes], bool], float | None]
 """Takes datagrams, oldest first, and True if the kernel dropped some because the socket's buffer was full.
 
@@ -351,8 +347,8 @@ Returns None, or the seconds after which to call it again even without notificat
 """
 
 
-class NotificationWatch(Watch):
-    """Hands the notifications of a socket to a callback, from a thread of its own."""
+class NotificationThread(PollThread):
+    """Hands the notifications of a netlink socket to a callback, from a thread of its own."""
 
     def __init__(self, name: str, sock: NetlinkSocket, receive: Receive) -> None:
         """Start watching. *name* is the thread's; *sock* is closed with the watch."""

@@ -73,7 +73,7 @@ def parse_expressions(listed: bytes) -> Iterator[Expression]:
         yield Expression(parts[1].rstrip(b"\0").decode(errors="replace"), attributes(parts.get(2, b"")))
 
 
-# Types of data, by their numbers in libnftables' datatype.h. In a concatenation each takes 6 bits.
+# Types of data, with their numbers in libnftables' datatype.h. In a concatenation each takes 6 bits.
 
 
 class DataType(NamedTuple):
@@ -99,7 +99,7 @@ ADDRESS: Final = {
 }
 
 
-# Fields: what a rule can read of a packet.
+# Fields that a rule can read of a packet.
 
 
 class Field(NamedTuple):
@@ -214,7 +214,7 @@ def random_number(count: int) -> Field:
     )  # fmt: skip
 
 
-# Statements that match.
+# Matches.
 
 _EQUAL, _DIFFERENT = 0, 1
 
@@ -319,7 +319,7 @@ def has_mark(bit: int) -> Statement:
 
 
 def among(key: Key, container: str) -> Statement:
-    """Match packets whose *key* the set *container* has."""
+    """Match packets whose *key* is in the set *container*."""
     loads, _ = _load(key)
     lookup = Expression("lookup", {1: _name(container), 2: _u32(1)})
     return Statement(f"{key_text(key)} @{container}", (*_protocol_match(*key), *loads, lookup))
@@ -356,11 +356,11 @@ def limit(per_second: int) -> Statement:
         f"limit rate {per_second}/second burst {per_second} packets", (Expression("limit", rate),))
 
 
-# Statements that act.
+# Actions.
 
 
 def vmap(key: Key, container: str) -> Statement:
-    """Apply the verdict that the map *container* has for *key*; the next rule decides if it has none."""
+    """Apply the verdict of *key* in the map *container*; without one, the next rule decides."""
     loads, _ = _load(key)
     lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(0)})
     return Statement(f"{key_text(key)} vmap @{container}", (*_protocol_match(*key), *loads, lookup))
@@ -430,7 +430,7 @@ def _dnat(family: Family, address: int, port: int) -> Expression:
 
 
 def dnat_to_endpoint(family: Family, key: Key, container: str) -> Statement:
-    """Translate the destination to the ``address . port`` that the map *container* has for *key*."""
+    """Translate the destination to the ``address . port`` of *key* in the map *container*."""
     loads, _ = _load(key)
     lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
     nat = _dnat(family, 1, _register(family.size // 4))
@@ -440,7 +440,7 @@ def dnat_to_endpoint(family: Family, key: Key, container: str) -> Statement:
 
 
 def dnat_to_address(family: Family, key: Key, container: str, port: int) -> Statement:
-    """Translate the destination to the address that the map *container* has for *key*, and to *port*."""
+    """Translate the destination to the address of *key* in the map *container*, and to *port*."""
     loads, _ = _load(key)
     lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
     number = Expression("immediate", {1: _u32(2), 2: _value(struct.pack(">H", port))})
@@ -450,7 +450,7 @@ def dnat_to_address(family: Family, key: Key, container: str, port: int) -> Stat
 
 
 def dnat_to_port(address: Address, key: Key, container: str) -> Statement:
-    """Translate the destination to *address* and the port that the map *container* has for *key*."""
+    """Translate the destination to *address* and the port of *key* in the map *container*."""
     family = Family.IPV4 if len(address) == 4 else Family.IPV6
     shown = format_address(address) if family is Family.IPV4 else f"[{format_address(address)}]"
     fixed = Expression("immediate", {1: _u32(1), 2: _value(address)})
@@ -461,7 +461,7 @@ def dnat_to_port(address: Address, key: Key, container: str) -> Statement:
 
 
 def redirect_to_port(key: Key, container: str) -> Statement:
-    """Translate the destination to this node and the port that the map *container* has for *key*."""
+    """Translate the destination to this node and the port of *key* in the map *container*."""
     loads, _ = _load(key)
     lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
     redirect = Expression("redir", {1: _u32(1), 2: _u32(1), 3: _u32(_MAPS_PORT)})

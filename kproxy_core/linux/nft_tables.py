@@ -1,4 +1,4 @@
-"""Tables of nf_tables as values: their objects, the commands that write these, and the listed ones. Pure.
+"""Tables of nf_tables as values: objects, commands that write them, and objects that the kernel lists. Pure.
 
 A command has nft's text and the kernel's message. Attributes are those of linux/netfilter/nf_tables.h.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kproxy_core.linux.messages import (
     KIND,
     NLM_F_CREATE,
-    Request,
+    NetlinkRequest,
     Span,
     attribute,
     attribute_spans,
@@ -57,7 +57,7 @@ class Command(NamedTuple):
     """A change of one object: as nft writes it, and as the kernel takes it."""
 
     text: str
-    request: Request
+    request: NetlinkRequest
 
 
 def commands_text(commands: Iterable[Command]) -> str:
@@ -65,20 +65,20 @@ def commands_text(commands: Iterable[Command]) -> str:
     return "".join(f"{command.text}\n" for command in commands)
 
 
-class Place(NamedTuple):
-    """Where a base chain is attached."""
+class Hook(NamedTuple):
+    """The hook of a base chain."""
 
     type: str
-    hook: str
+    name: str
     priority: int
 
 
 class Chain(NamedTuple):
-    """A chain with its rules; *place* makes it a base chain."""
+    """A chain with its rules; *hook* makes it a base chain."""
 
     name: str
     rules: tuple[Rule, ...] = ()
-    place: Place | None = None
+    hook: Hook | None = None
 
 
 class Container(NamedTuple):
@@ -92,9 +92,9 @@ class Container(NamedTuple):
     dynamic: bool = False
     """Rules add elements, which have a timeout."""
     timeout: int = 0
-    """Of elements that have none of their own, in seconds; 0: these stay."""
+    """Timeout in seconds of elements without one of their own; 0: none."""
     size: int = 0
-    """Most elements; 0: no limit."""
+    """Limit for the elements; 0: none."""
     constant: tuple[Address | Cidr, ...] | None = None
     """All elements; None: they are written and compared one by one."""
 
@@ -183,10 +183,10 @@ class Table(NamedTuple):
             yield self._delete_chain(item)
 
     def _write_chain(self, chain: Chain) -> Iterator[Command]:
-        place = chain.place
+        hook = chain.hook
         shown = ""
-        if place is not None:
-            shown = f" {{ type {place.type} hook {place.hook} priority {place.priority}; policy accept; }}"
+        if hook is not None:
+            shown = f" {{ type {hook.type} hook {hook.name} priority {hook.priority}; policy accept; }}"
         yield self._command(
             f"add chain {self.where} {chain.name}{shown}", _NEWCHAIN, text_attribute(3, chain.name),
             *_encoded(chain_attributes(chain, self.family)), flags=NLM_F_CREATE)
@@ -281,11 +281,11 @@ class Table(NamedTuple):
 
     def _command(self, shown: str, kind: int, *parts: bytes, flags: int = 0) -> Command:
         body = payload(self.family, text_attribute(1, self.name), *parts)
-        return Command(shown, Request(kind, flags, body))
+        return Command(shown, NetlinkRequest(kind, flags, body))
 
 
 _MOST_ELEMENTS = 500
-"""Elements of one message: the length field of its list has 16 bits."""
+"""Limit for the elements of one message: the length field of its list has 16 bits."""
 
 _COUNTED = 2
 """NFT_FLOWTABLE_COUNTER: connection tracking sees the bytes of offloaded flows."""
@@ -309,12 +309,12 @@ _HOOKS = {"prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting":
 
 def chain_attributes(chain: Chain, family: Family) -> Attributes:
     """Return the attributes that tell one chain from another of its name: hook, policy and type."""
-    if chain.place is None:
+    if chain.hook is None:
         return {}
-    priority = attribute(2, struct.pack(">i", chain.place.priority))
+    priority = attribute(2, struct.pack(">i", chain.hook.priority))
     return {
-        4: _attribute_u32(1, _HOOKS[chain.place.hook]) + priority, _POLICY: _u32(1),
-        7: chain.place.type.encode() + b"\0",
+        4: _attribute_u32(1, _HOOKS[chain.hook.name]) + priority, _POLICY: _u32(1),
+        7: chain.hook.type.encode() + b"\0",
     }  # fmt: skip
 
 
@@ -489,7 +489,7 @@ def _value_text(type_: DataType, packed: bytes) -> str:
 _PROTOCOL_NAMES = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
-# What the kernel lists.
+# Objects that the kernel lists.
 
 
 class HeldRule(NamedTuple):
@@ -560,7 +560,7 @@ def check_complete(sent: int, found: int) -> None:
 
 
 class Replacement(Exception):
-    """The table differs from the wanted one in what cannot be changed."""
+    """The table differs from the wanted one in a property that cannot be changed."""
 
 
 def constants(layout: Layout) -> list[str]:
@@ -572,7 +572,7 @@ def constants(layout: Layout) -> list[str]:
 
 
 def difference(table: Table, layout: Layout, held: HeldTable | None) -> list[Command]:
-    """Return the commands that bring *held* to *layout*. Unwanted objects are left; see `unwanted`.
+    """Return the commands that bring *held* to *layout*. Keeps unwanted objects; see `unwanted`.
 
     Raises Replacement if the table must be replaced as a whole.
     """

@@ -24,7 +24,7 @@ from kproxy_core.linux.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     TABLE_OWNER,
-    Request,
+    NetlinkRequest,
     Span,
     attributes,
     payload,
@@ -32,7 +32,7 @@ from kproxy_core.linux.messages import (
     text_attribute,
     transaction,
 )
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.linux.nft_rules import Attributes
 from kproxy_core.linux.nft_tables import (
     Command,
@@ -47,14 +47,13 @@ from kproxy_core.linux.nft_tables import (
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import FAMILY_BY_AF, Family
 
-# A socket to nf_tables: transactions of commands, and tables read back.
-
 T = TypeVar("T")
 
 _GETSETELEM = KIND | 13
 _FIRST_SEQUENCE = 2
 """Sequence number of the first request of a transaction, after its beginning."""
 _TABLE_NAME = 1
+_CHAIN_NAME = 3
 _TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
 _CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
 _COUNT = 20
@@ -63,16 +62,22 @@ ABSENT = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 """No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
 
 _SEND_SPACE = 256 << 20
-"""Bytes of one transaction that we ask the kernel to take; only a bound, nothing is reserved."""
+"""Limit in bytes for one transaction. The kernel reserves nothing for it."""
 _RECEIVE_SPACE = 8 << 20
+_ANNOUNCEMENT_SPACE = 8 << 20
+"""Limit in bytes for pending notifications. If a foreign flush is larger, the loss is noticed instead."""
+
+_NFNLGRP_NFTABLES = 7
+_NEWGEN, _GETGEN = 15, 16
+_GEN_ID, _GEN_PID, _GEN_NAME = 1, 2, 3
 
 
-class Refused(HostError):
-    """The kernel refused a transaction, so that nothing of it was done."""
+class TransactionRefused(HostError):
+    """The kernel refused a transaction, and did nothing of it."""
 
 
-class Connection:
-    """A socket to nf_tables in the network namespace of the thread that opened it.
+class NftablesSocket:
+    """A netlink socket to nf_tables in the network namespace of the thread that opened it.
 
     Transactions are thread-safe, reads are not.
     """
@@ -90,7 +95,7 @@ class Connection:
     @classmethod
     @contextmanager
     def to(cls, what: str, own: OwnProcesses | None = None) -> Iterator[Self]:
-        """Open a connection to do *what*; its changes are those of *own*.
+        """Open a socket to do *what*; its changes are those of *own*.
 
         Turns an OSError into a HostError: cannot do *what*.
         """
@@ -109,20 +114,20 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def run(self, commands: Sequence[Command], more: Sequence[Request] = ()) -> None:
+    def run(self, commands: Sequence[Command], more: Sequence[NetlinkRequest] = ()) -> None:
         """Run *commands* and then *more* requests as one transaction.
 
-        Raises Refused, which names the command that the kernel refuses; OSError if it refuses a request.
+        Raises TransactionRefused, naming the refused command; OSError if the kernel refuses a request.
         """
         if commands or more:
             self.send(self.encode(commands, more), commands)
 
     def check(self, commands: Sequence[Command]) -> None:
-        """Have the kernel check *commands*, without running them. Raises Refused, OSError."""
+        """Have the kernel check *commands*, without running them. Raises TransactionRefused, OSError."""
         self.send(transaction([command.request for command in commands], commit=False), commands)
 
     @staticmethod
-    def encode(commands: Sequence[Command], more: Sequence[Request]) -> tuple[bytes, int]:
+    def encode(commands: Sequence[Command], more: Sequence[NetlinkRequest]) -> tuple[bytes, int]:
         """Encode a transaction, with the sequence number that is acknowledged."""
         return transaction([*(command.request for command in commands), *more])
 
@@ -134,7 +139,7 @@ class Connection:
             return
         number, error = refused[0].number - _FIRST_SEQUENCE, refused[0].error
         if 0 <= number < len(commands):
-            raise Refused(f"nf_tables refuses '{commands[number].text}'", error) from error
+            raise TransactionRefused(f"nf_tables refuses '{commands[number].text}'", error) from error
         raise error
 
     def read(self, family: Family, table: str, elements_of: Collection[str] = ()) -> HeldTable | None:
@@ -239,7 +244,7 @@ def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
 
 
 class _Shared(NamedTuple):
-    connection: Connection
+    connection: NftablesSocket
     users: list[object]
 
 
@@ -249,10 +254,10 @@ _sharing = Lock()
 
 
 class Writer:
-    """A share in the connection by which this process changes the tables of a network namespace.
+    """A share in the socket by which this process changes the tables of a network namespace.
 
-    There is one for all backends: an owned table can be changed by the socket that claimed it only, not by
-    another one of the same process. The table is free again when the last share is closed.
+    All backends share one: only the socket that claimed an owned table can change it, not another one of the
+    same process. The table is free again when the last share is closed.
     """
 
     def __init__(self) -> None:
@@ -260,7 +265,7 @@ class Writer:
         self._namespace = os.stat("/proc/thread-self/ns/net").st_ino
         with _sharing:
             if self._namespace not in _shared:
-                _shared[self._namespace] = _Shared(Connection.open(), [])
+                _shared[self._namespace] = _Shared(NftablesSocket.open(), [])
             self.connection, users = _shared[self._namespace]
             users.append(self)
 
@@ -273,10 +278,7 @@ class Writer:
                 self.connection.close()
 
 
-# Tables and chains of nf_tables, looked up by name.
-
-_CHAIN_NAME: Final = 3
-
+# Lookup of tables and chains by name.
 
 class TableName(NamedTuple):
     family: str
@@ -325,24 +327,10 @@ def _exists(kind: int, family: Family, table: str, *attributes: bytes) -> bool:
         raise HostError(f"cannot look up table {family.ip} {table}", error) from error
 
 
-# Commits to nf_tables, as the kernel announces them (linux/netfilter/nf_tables.h).
-#
-# The kernel sends the changes of a commit to the group NFNLGRP_NFTABLES, and then a message with the
-# number of the commit and the process that made it.
+# Announced commits. The kernel sends the changes of a commit to the group NFNLGRP_NFTABLES, and then a
+# message with the number of the commit and the process that made it.
 
-_NFNLGRP: Final = 7
-"""NFNLGRP_NFTABLES"""
-_ANNOUNCEMENT_SPACE: Final = 8 << 20
-"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
-_NEWGEN: Final = 15
-_GETGEN: Final = 16
-_GEN_ID: Final = 1
-_GEN_PID: Final = 2
-_GEN_NAME: Final = 3
-_TABLE: Final = 1
-
-
-class Kind(enum.StrEnum):
+class ChangeKind(enum.StrEnum):
     TABLE_ADDED = "table added"
     TABLE_DELETED = "table deleted"
     CHAIN_ADDED = "chain added"
@@ -357,22 +345,22 @@ class Kind(enum.StrEnum):
     FLOWTABLE_DELETED = "flowtable deleted"
 
 
-# Kind of message: kind of change, attribute with the name of the chain, set or flowtable.
 _KINDS: Final = {
-    0: (Kind.TABLE_ADDED, 0), 2: (Kind.TABLE_DELETED, 0),
-    3: (Kind.CHAIN_ADDED, 3), 5: (Kind.CHAIN_DELETED, 3),
-    6: (Kind.RULE_ADDED, 2), 8: (Kind.RULE_DELETED, 2),
-    9: (Kind.SET_ADDED, 2), 11: (Kind.SET_DELETED, 2),
-    12: (Kind.ELEMENT_ADDED, 2), 14: (Kind.ELEMENT_DELETED, 2),
-    22: (Kind.FLOWTABLE_ADDED, 2), 24: (Kind.FLOWTABLE_DELETED, 2),
+    0: (ChangeKind.TABLE_ADDED, 0), 2: (ChangeKind.TABLE_DELETED, 0),
+    3: (ChangeKind.CHAIN_ADDED, 3), 5: (ChangeKind.CHAIN_DELETED, 3),
+    6: (ChangeKind.RULE_ADDED, 2), 8: (ChangeKind.RULE_DELETED, 2),
+    9: (ChangeKind.SET_ADDED, 2), 11: (ChangeKind.SET_DELETED, 2),
+    12: (ChangeKind.ELEMENT_ADDED, 2), 14: (ChangeKind.ELEMENT_DELETED, 2),
+    22: (ChangeKind.FLOWTABLE_ADDED, 2), 24: (ChangeKind.FLOWTABLE_DELETED, 2),
 }  # fmt: skip
+"""By kind of message: kind of change, and the attribute with the name of the chain, set or flowtable."""
 
 
 class Change(NamedTuple):
     """One kind of change to the contents of one chain, set or flowtable."""
 
     family: Family
-    kind: Kind
+    kind: ChangeKind
     table: str
     name: str
     """Of the chain, set or flowtable; "" for a table."""
@@ -387,7 +375,7 @@ class Commit(NamedTuple):
 
     def summary(self, concerns: Callable[[Change], bool]) -> dict[Family, str]:
         """Describe the changes that *concerns* selects, by family: ``rule deleted (3x) by nft[123]``."""
-        found: dict[Family, Counter[Kind]] = {}
+        found: dict[Family, Counter[ChangeKind]] = {}
         for change, times in self.changes.items():
             if concerns(change):
                 found.setdefault(change.family, Counter())[change.kind] += times
@@ -398,8 +386,8 @@ class Commit(NamedTuple):
         }
 
 
-class CommitWatch(NotificationWatch):
-    """Passes on other processes' commits, from a thread of its own until it is closed."""
+class CommitWatch(NotificationThread):
+    """Passes on commits of other processes, from a thread of its own, until it is closed."""
 
     def __init__(
         self, name: str, own: Container[int], foreign: Callable[[Commit], None], families: Iterable[Family],
@@ -417,8 +405,8 @@ class CommitWatch(NotificationWatch):
         self._changes: Counter[Change] = Counter()
         """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
-            netlink.NETLINK_NETFILTER, groups=(_NFNLGRP,), ignore=ignore, receive_space=_ANNOUNCEMENT_SPACE
-        )
+            netlink.NETLINK_NETFILTER, groups=(_NFNLGRP_NFTABLES,), ignore=ignore,
+            receive_space=_ANNOUNCEMENT_SPACE)
         super().__init__(name, sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
@@ -445,10 +433,10 @@ class CommitWatch(NotificationWatch):
                 self._changes[change] += 1
 
 
-def _change(family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> Change:
+def _change(family: Family, kind: ChangeKind, named: int, data: bytes, start: int, end: int) -> Change:
     table = name = ""
     for attribute, first, last in netlink.attribute_spans(data, start, end):
-        if attribute == _TABLE:
+        if attribute == _TABLE_NAME:
             table = netlink.text(data[first:last])
         elif attribute == named:
             name = netlink.text(data[first:last])

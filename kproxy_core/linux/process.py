@@ -4,8 +4,6 @@ import resource
 import time
 from pathlib import Path
 
-# Capabilities of this process (linux/capability.h).
-
 CAPABILITIES = {
     "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_BPF": 39,
 }  # fmt: skip
@@ -21,8 +19,6 @@ def held(pid: int | None = None) -> frozenset[str]:
     mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
     return frozenset(name for name, number in CAPABILITIES.items() if mask >> number & 1)
 
-
-# CPU time as a measure of the cost of a piece of work.
 
 def cpu_seconds() -> float:
     """Return the CPU time of the calling thread and of all child processes that have ended."""

@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from kproxy_core.linux.errors import HostError
 
 TIMEOUT = 10
-"""Seconds for one run of a program, at least: a program that hangs holds up all syncs."""
+"""Timeout in seconds for one run of a program: one that hangs holds up all syncs."""
 
 _LINES_A_SECOND = 2_000
-"""Lines of input for which a run gets another second: iptables-restore of a large table takes that long."""
+"""Lines of input that extend the timeout by a second: iptables-restore of a large table takes that long."""
 
 _FOR_ROOT = ("/usr/sbin", "/sbin")
 """Directories of programs that are not in every user's path."""
 _MAX_COMPLAINT = 500
 _BATCH = 1 << 20
-"""Bytes of output that are read at once."""
+"""Size in bytes of one read of output."""
 _MAX_REMEMBERED = 100
-"""Kernel notifications are delayed, but never by more processes than this."""
+"""Limit for remembered processes: notifications are delayed, but never by more processes than this."""
 _REMEMBERED_SECONDS = 600.0
-"""Longer than any program runs. Later the id may be that of another process: changes by it are foreign."""
+"""Longer than any program runs. Later the PID may be that of another process, whose changes are foreign."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -48,7 +48,7 @@ class OwnProcesses:
         self._clock = clock
         self._lock = threading.Lock()
         self._ids: dict[int, float] = {}
-        """The times of their starts, in this order."""
+        """Start times by PID, the oldest first."""
 
     def __contains__(self, pid: object) -> bool:
         with self._lock:
@@ -70,14 +70,14 @@ class OwnProcesses:
 
 
 _running: set[subprocess.Popen[str]] = set()
-"""The programs that are running, so that the end of the process need not wait for them."""
+"""Running programs, which `interrupt` kills."""
 _changing = threading.Lock()
 """Guards `_running` and `_ending`."""
 _ending = threading.Event()
 
 
 def interrupt() -> None:
-    """Kill all programs that are running, and those that are started from now on: this process is ending."""
+    """Kill all running programs, and each that is started from now on, because this process is ending."""
     with _changing:
         _ending.set()
         for process in _running:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kproxy_core.linux import messages as nf_tables
-from kproxy_core.linux.conntrack import Change, Direction, FlowEvent
+from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.libnftables import Listing, Refused, Style, list_chain, list_tables
+from kproxy_core.linux.libnftables import CommandRefused, Listing, NftOption, list_chain, list_tables
 from kproxy_core.linux.messages import NFGENMSG, attributes, messages, text
 from kproxy_core.linux.netlink import Announcements
 from kproxy_core.linux.nft_rules import (
@@ -24,12 +24,10 @@ from kproxy_core.linux.nft_rules import (
     limit,
     source_address,
 )
-from kproxy_core.linux.nft_tables import OWNER, Chain, Command, Place, Table
-from kproxy_core.linux.nftables import Connection
+from kproxy_core.linux.nft_tables import OWNER, Chain, Command, Hook, Table
+from kproxy_core.linux.nftables import NftablesSocket
 from kproxy_core.model.address import Address, Family, Protocol, family_of
 from kproxy_core.model.service import Destination
-
-# The kernel's announcements about traced packets: one for each rule, verdict and policy that they meet.
 
 _NFNLGRP_NFTRACE = 9
 _TRACE = nf_tables.KIND | 17
@@ -53,7 +51,7 @@ class TraceEvent(NamedTuple):
     """``accept``, ``drop``, ``jump CHAIN``, ``continue``."""
     protocol: int
     """With `way`, only in the first announcement about a packet; else 0."""
-    way: Direction | None
+    way: FlowTuple | None
 
 
 def trace_events() -> Announcements[TraceEvent]:
@@ -85,7 +83,7 @@ def _verdict(found: dict[int, bytes]) -> str:
     return f"{name} {chain}".rstrip()
 
 
-def _way(network: bytes, transport: bytes) -> tuple[int, Direction | None]:
+def _way(network: bytes, transport: bytes) -> tuple[int, FlowTuple | None]:
     """Return protocol, addresses and ports of the headers of a packet."""
     if len(network) < 20 or len(transport) < 4:
         return 0, None
@@ -96,15 +94,15 @@ def _way(network: bytes, transport: bytes) -> tuple[int, Direction | None]:
     else:
         return 0, None
     source_port, port = struct.unpack_from(">HH", transport)
-    return protocol, Direction(Address(source), source_port, Address(destination), port)
+    return protocol, FlowTuple(Address(source), source_port, Address(destination), port)
 
 
-# A table of nf_tables that marks packets to be traced, and disappears with the socket that made it.
+# The table that marks packets to trace. The kernel deletes it with the socket that made it.
 
 _PRIORITY = -190
 """After connection tracking, before every translation and before kube-proxy's rules."""
 _PER_SECOND = 50
-"""Most packets that are traced: each costs an announcement for every rule that it meets."""
+"""Limit for traced packets per second: each costs an announcement for every rule that it meets."""
 
 
 class Match(NamedTuple):
@@ -119,7 +117,7 @@ class Match(NamedTuple):
     """None: any."""
 
 
-def open_table(name: str, matches: Sequence[Match]) -> Connection:
+def open_table(name: str, matches: Sequence[Match]) -> NftablesSocket:
     """Create the table *name*, which exists until the connection is closed. Raises HostError."""
     commands: list[Command] = []
     for family in dict.fromkeys(match.family for match in matches):
@@ -127,7 +125,7 @@ def open_table(name: str, matches: Sequence[Match]) -> Connection:
         of_family = [match for match in matches if match.family is family]
         commands += [table.create(), *table.write(marking_chains(of_family))]
     with doing("write rules that trace packets"):
-        connection = Connection.open()
+        connection = NftablesSocket.open()
         try:
             connection.run(commands)
         except BaseException:
@@ -139,7 +137,7 @@ def open_table(name: str, matches: Sequence[Match]) -> Connection:
 def marking_chains(matches: Iterable[Match]) -> list[Chain]:
     """Return the chains that have packets traced."""
     rules = tuple(map(_rule, matches))
-    return [Chain(hook, rules, Place("filter", hook, _PRIORITY)) for hook in ("prerouting", "output")]
+    return [Chain(hook, rules, Hook("filter", hook, _PRIORITY)) for hook in ("prerouting", "output")]
 
 
 def _rule(match: Match) -> Rule:
@@ -154,10 +152,8 @@ def _rule(match: Match) -> Rule:
     )  # fmt: skip
 
 
-# Announcements of rules and of connection tracking, put together packet by packet. Pure.
-
 PATIENCE = 1.0
-"""Seconds to wait for an answer."""
+"""Timeout in seconds for an answer of the endpoint."""
 
 
 @dataclass(slots=True)
@@ -166,12 +162,12 @@ class TracedPacket:
 
     began: float
     protocol: int
-    way: Direction
+    way: FlowTuple
     """Before any translation."""
     rules: list[TraceEvent] = field(default_factory=list)
-    """Those that it met, and the policy that dropped it, without a handle."""
+    """Rules that it met, and the policy that dropped it, without a handle."""
     dropped: bool = False
-    """By the last rule, which may have refused it."""
+    """The last rule dropped or refused it."""
     endpoint: Destination | None = None
     """None: it opened no connection."""
     source: Address | None = None
@@ -180,19 +176,22 @@ class TracedPacket:
     answered: float | None = None
     """Seconds after `began`."""
     refused: bool = False
-    """By the endpoint."""
+    """The endpoint refused the connection."""
     dialled: Destination | None = None
     """The frontend, if the destination was already an endpoint in the first packet; None: it is not known."""
 
 
-FindDialled = Callable[[int, Direction], Destination | None]
+FindDialled = Callable[[int, FlowTuple], Destination | None]
 """Returns the frontend that the sender of a protocol's packet dialled; None if it is not known."""
 
-_Key = tuple[int, Direction]
+_Key = tuple[int, FlowTuple]
 
 
 class Tracer:
-    """Puts announcements together. All times are seconds of one clock."""
+    """Joins announcements of rules and of connection tracking by packet. All times are seconds of one clock.
+
+    No I/O.
+    """
 
     def __init__(
         self, table: str, matches: Collection[Match], is_local: Callable[[Address], bool],
@@ -200,7 +199,7 @@ class Tracer:
     ) -> None:
         """*table* marks the packets.
 
-        With *dialled*, connections straight to one of *endpoints* count, too, unless it returns another
+        With *dialled*, connections straight to one of *endpoints* are reported too, unless it returns another
         frontend.
         """
         self._table = table
@@ -229,27 +228,27 @@ class Tracer:
     def flow(self, event: FlowEvent, now: float) -> None:
         key = event.protocol, event.original
         packet = self._packets.get(key)
-        if packet is None and event.change is Change.NEW:
+        if packet is None and event.change is FlowEventType.NEW:
             packet = self._start_flow(event, key, now)
         if packet is None:
             return
         reply = event.reply
-        if event.change is not Change.ENDED or packet.endpoint is None:
+        if event.change is not FlowEventType.ENDED or packet.endpoint is None:
             packet.endpoint = Destination(reply.source, reply.source_port)
             packet.source = reply.destination
             packet.translated = packet.endpoint != (event.original.destination, event.original.port)
         if event.is_answered and packet.answered is None:
             packet.answered = now - packet.began
-        elif event.change is Change.ENDED and packet.answered is None:
+        elif event.change is FlowEventType.ENDED and packet.answered is None:
             packet.refused = True
 
     @property
     def is_busy(self) -> bool:
-        """More may be learned about a packet."""
+        """Announcements about a packet may still arrive."""
         return bool(self._packets)
 
     def finished(self, now: float) -> Iterator[TracedPacket]:
-        """Yield each packet once, when nothing more can be learned about it."""
+        """Yield each packet once, when no more announcements about it can arrive."""
         for key, packet in list(self._packets.items()):
             ended = packet.dropped or packet.refused or packet.answered is not None
             if ended or now - packet.began >= PATIENCE:
@@ -289,7 +288,7 @@ class Tracer:
             packet.dialled = dialled
         return packet
 
-    def _matches_way(self, match: Match, protocol: int, way: Direction) -> bool:
+    def _matches_way(self, match: Match, protocol: int, way: FlowTuple) -> bool:
         if (match.protocol, match.port) != (protocol, way.port) or match.source not in (None, way.source):
             return False
         if match.destination is None:
@@ -297,12 +296,12 @@ class Tracer:
         return way.destination == match.destination
 
 
-# The texts of rules by their handles, as nft prints them.
+# Texts of rules.
 
 _TABLE = re.compile(r"^table (\S+) (\S+) \{(.*?)^\}", re.DOTALL | re.MULTILINE)
 _CHAIN = re.compile(r"^\tchain (\S+) \{(.*?)^\t\}", re.DOTALL | re.MULTILINE)
 _RULE = re.compile(r"^\t\t(.+) # handle (\d+)$", re.MULTILINE)
-_STYLE: Final[tuple[Style, ...]] = ("handle_output", "stateless_output", "terse_output")
+_STYLE: Final[tuple[NftOption, ...]] = ("handle_output", "stateless_output", "terse_output")
 _WITHOUT_SETS = frozenset({"filter", "nat", "mangle", "raw", "security"})
 
 _Place = tuple[str, str, str]
@@ -310,7 +309,7 @@ _Place = tuple[str, str, str]
 
 
 class RuleTexts:
-    """Texts of rules, which are listed when one of them is asked for."""
+    """Rules as nft prints them, by handle. A chain is listed when one of its rules is needed."""
 
     def __init__(self) -> None:
         self._chains: dict[_Place, dict[int, str]] = {}
@@ -348,5 +347,5 @@ class RuleTexts:
             return list_tables(place[0], _STYLE)
         try:
             return Listing(list_chain(*place, _STYLE), ())
-        except Refused:  # The chain is gone.
+        except CommandRefused:  # The chain is gone.
             return Listing("", ())

@@ -12,22 +12,20 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, Presence
 from kproxy_core.model.requirement import Requirement
 
-# Trials in a child process, which may move to a network namespace of its own.
-
 T = TypeVar("T")
 
 TIMEOUT = 60.0
-"""Seconds for one question."""
+"""Timeout in seconds for one trial."""
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
-class TrialUnanswered(Exception):
-    """The child process ended without an answer; ``str()`` says how."""
+class TrialFailed(Exception):
+    """The child process ended without a result; ``str()`` says how."""
 
 
-class Namespace:
-    """A network namespace that this process can enter, and that ends with it."""
+class TrialNamespace:
+    """A network namespace that this process can enter, and that is deleted when it ends."""
 
     def enter(self) -> str:
         """Move this process there for good. Return "" or the reason why that is impossible.
@@ -52,28 +50,28 @@ class Namespace:
         return ""
 
 
-def ask(question: Callable[[Namespace], T], timeout: float = TIMEOUT) -> T:
-    """Return the answer to *question*, called in a fork of this process, which may crash or hang.
+def run_in_child(trial: Callable[[TrialNamespace], T], timeout: float = TIMEOUT) -> T:
+    """Return the result of *trial*, called in a fork of this process, which may crash or hang.
 
-    The answer must be picklable. This process must have no other threads. Raises NoAnswer.
+    The result must be picklable. This process must have no other threads. Raises TrialFailed.
     """
     import multiprocessing  # which only a trial needs
 
     forking = multiprocessing.get_context("fork")
     reader, writer = forking.Pipe(duplex=False)
-    child = forking.Process(target=lambda: writer.send(question(Namespace())))
+    child = forking.Process(target=lambda: writer.send(trial(TrialNamespace())))
     child.start()
     writer.close()
     try:
         if not reader.poll(timeout):
-            raise TrialUnanswered(f"no answer within {timeout:g} s")
-        answer: T = reader.recv()
-        return answer
+            raise TrialFailed(f"no answer within {timeout:g} s")
+        result: T = reader.recv()
+        return result
     except EOFError:
         child.join()
         code = child.exitcode or 0
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
-        raise TrialUnanswered(f"ended {how}") from None
+        raise TrialFailed(f"ended {how}") from None
     finally:
         child.kill()
         child.join()
@@ -86,10 +84,11 @@ def _unshare(flags: int) -> int:
     return ctypes.get_errno() if libc.unshare(flags) else 0
 
 
-# Detection of kernel features: by trying them, or else by looking at modules.
+class FeatureProbe:
+    """Detects kernel features by trying them where that is harmless, or else by looking at modules.
 
-class Attempts:
-    """Tries kernel features, where this is harmless and loads no module without permission."""
+    Loads no module without permission.
+    """
 
     def __init__(self, modules: Modules, *, why_not: str, load_modules: bool) -> None:
         """*why_not* is the reason why nothing can be tried; "" if this process runs in a trial namespace."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, Request
+from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NetlinkRequest
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Address
 
@@ -88,5 +88,5 @@ def udp_destruction_problem() -> str:
     return ", ".join(os.strerror(code) for code in sorted(codes))
 
 
-def _destruction(family: int, identity: bytes) -> Request:
-    return Request(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))
+def _destruction(family: int, identity: bytes) -> NetlinkRequest:
+    return NetlinkRequest(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))

@@ -6,7 +6,7 @@ import time
 from kproxy_core.kube.access import AccessError, CurrentAccess
 from kproxy_core.kube.requests import MAX_REFUSAL, ApiRequest, Observe
 from kproxy_core.kube.transport import ProtocolError, Transport
-from kproxy_core.observe.events import Event, NotWritten
+from kproxy_core.observe.events import ClusterEvent, NotWritten
 
 _CONTROLLER = "kube-proxy"
 """The name that operators look for: any service proxy reports under it."""
@@ -18,7 +18,9 @@ _SILENCE = 10.0
 """Seconds without a byte after which the answer is given up."""
 
 
-def write_event(access: CurrentAccess, host: str, observe: Observe, event: Event, happened: int) -> None:
+def write_event(
+    access: CurrentAccess, host: str, observe: Observe, event: ClusterEvent, happened: int
+) -> None:
     """Write *event* of the time *happened*, in nanoseconds since the epoch, to the API server of *access*.
 
     It is sent on a connection of its own: events are rare. *host*: this machine's name, the reporter of the
@@ -53,7 +55,7 @@ def _post(current: CurrentAccess, observe: Observe, target: str, body: bytes) ->
     return response.status, answer
 
 
-def _document(event: Event, namespace: str, happened: int, host: str) -> dict[str, object]:
+def _document(event: ClusterEvent, namespace: str, happened: int, host: str) -> dict[str, object]:
     # As in kube-proxy, the uid is the name.
     regarding = {"kind": event.kind, "name": event.name, "uid": event.name}
     if event.namespace:

@@ -31,7 +31,7 @@ _AT_THE_END = 2.0
 """Timeout in seconds for the last events when the process ends."""
 
 
-class Event(Struct, frozen=True):
+class ClusterEvent(Struct, frozen=True):
     """An event of events.k8s.io/v1."""
 
     type: str
@@ -53,7 +53,7 @@ class NotWritten(Exception):
         self.again = again
 
 
-Write = Callable[[Event, int], None]
+Write = Callable[[ClusterEvent, int], None]
 """Delivers an event, with its time in nanoseconds since the epoch. Raises NotWritten."""
 
 
@@ -70,19 +70,20 @@ class EventRecorder:
         self._clock = clock
         self._wall_ns = wall_ns
         self._lock = threading.Lock()
-        self._sent: dict[Event, float] = {}
+        self._sent: dict[ClusterEvent, float] = {}
         self._tokens = TokenBucket(_REFILL, _BURST)
-        self._queue: SimpleQueue[tuple[Event, int] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[ClusterEvent, int] | None] = SimpleQueue()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def report_node(self, type_: str, reason: str, note: str = "") -> None:
         """Report an event of the proxy as a whole. *type_*: ``Normal`` or ``Warning``."""
-        self._record(Event(type_, reason, "StartKubeProxy", "Node", self._node_name, note=note))
+        self._record(ClusterEvent(type_, reason, "StartKubeProxy", "Node", self._node_name, note=note))
 
     def report_service(self, reason: str, service: ServiceName, note: str) -> None:
         """Report that *service* can't be served as its spec demands."""
-        self._record(Event("Warning", reason, "Listen", "Service", service.name, service.namespace, note))
+        self._record(
+            ClusterEvent("Warning", reason, "Listen", "Service", service.name, service.namespace, note))
 
     def start(self) -> None:
         """Start delivering; until then events wait."""
@@ -101,7 +102,7 @@ class EventRecorder:
         if self._thread is not None:
             self._thread.join(_AT_THE_END)
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: ClusterEvent) -> None:
         if self._write is None:
             return
         with self._lock:

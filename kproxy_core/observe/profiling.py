@@ -30,7 +30,7 @@ _MESSAGES = {
 """The messages of profile.proto, as `message_classes` takes them."""
 
 
-class Place(NamedTuple):
+class Frame(NamedTuple):
     """One level of a call stack."""
 
     function: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 class Stack(NamedTuple):
     thread: str
-    places: tuple[Place, ...]
+    places: tuple[Frame, ...]
     """The innermost first."""
 
 
@@ -88,7 +88,7 @@ def encode(profile: Profile) -> bytes:
     from kproxy_core.kube.protobuf import message_classes  # a proxy may have no other use for protobuf
 
     strings: dict[str, int] = {"": 0}
-    locations: dict[Place, int] = {}
+    locations: dict[Frame, int] = {}
 
     def text(of: str) -> int:
         return strings.setdefault(of, len(strings))
@@ -99,7 +99,7 @@ def encode(profile: Profile) -> bytes:
         time_nanos=profile.began_ns, duration_nanos=profile.lasted_ns,
         period_type=cpu, period=round(_PERIOD * 1e9))
 
-    def location(place: Place) -> int:
+    def location(place: Frame) -> int:
         if (number := locations.get(place)) is None:
             number = locations[place] = len(locations) + 1
             message.function.add(id=number, name=text(place.function), filename=text(place.file))
@@ -121,9 +121,9 @@ def folded(profile: Profile) -> Iterator[str]:
         yield ";".join((stack.thread, *places)) + f" {nanoseconds // 1000}"
 
 
-def _places(frame: FrameType) -> Iterator[Place]:
+def _places(frame: FrameType) -> Iterator[Frame]:
     for caller, line in islice(walk_stack(frame), _DEEPEST):
-        yield Place(caller.f_code.co_qualname, caller.f_code.co_filename, line)
+        yield Frame(caller.f_code.co_qualname, caller.f_code.co_filename, line)
 
 
 def _cpu_ns(native_id: int) -> int:

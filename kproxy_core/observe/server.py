@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from msgspec import Struct, field
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
-from kproxy_core.observe.messages import Answer, Handler, Refused, Request, Slow, Turn
+from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
 
 if TYPE_CHECKING:
     from kproxy_core.observe.exchange import Exchange
@@ -357,7 +357,7 @@ class HttpServer:
             return
         try:
             request = connection.exchange.receive(data)
-        except Refused as refused:
+        except BadRequest as refused:
             self._answer(connection, refused.answer)
             return
         if request is None:

@@ -19,14 +19,14 @@ from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import Connections, Failure, Handshake
 from kproxy_core.linux.conntrack import (
+    ACCT_SYSCTL,
     NO_VOLUME,
-    SETTING,
-    Ended,
+    ResetConnection,
     ResetWatch,
+    Translation,
     Volume,
     Volumes,
-    Way,
-    are_counted,
+    accounting_enabled,
     read_unanswered,
     read_volumes,
 )
@@ -431,9 +431,9 @@ class Growth:
     def __init__(self, alive: Volumes) -> None:
         """*alive*: sums that are told already."""
         self.alive = alive
-        self._short: dict[Way, Volume] = {}
+        self._short: dict[Translation, Volume] = {}
 
-    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[Way, Volume]]:
+    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[Translation, Volume]]:
         """Take in a reading. *ended*: since the last one."""
         before, self.alive = self.alive, alive
         short, self._short = self._short, {}
@@ -459,7 +459,7 @@ class VolumeReader:
         self._growth = Growth({})
         self.is_counted = False
         """The kernel counts. If not, this reads nothing."""
-        self._ended: dict[Way, Volume] = {}
+        self._ended: dict[Translation, Volume] = {}
         self._lock = threading.Lock()
 
     @property
@@ -469,9 +469,9 @@ class VolumeReader:
 
     def check(self) -> None:
         """Set `is_counted`."""
-        self.is_counted = are_counted()
+        self.is_counted = accounting_enabled()
         if not self.is_counted:
-            log.info("bytes are not counted", extra={"fields": {"because": f"{SETTING} is not 1"}})
+            log.info("bytes are not counted", extra={"fields": {"because": f"{ACCT_SYSCTL} is not 1"}})
 
     def start(self, alive: Volumes) -> None:
         """Start counting if the kernel does, after `add_ended` may be called.
@@ -492,7 +492,7 @@ class VolumeReader:
             for way, volume in volumes.items():
                 self._ended[way] = self._ended.get(way, NO_VOLUME).plus(volume)
 
-    def read(self) -> Sequence[tuple[Way, Volume]]:
+    def read(self) -> Sequence[tuple[Translation, Volume]]:
         """Return the growth since the last reading, by way."""
         if not self.is_counted:
             return ()
@@ -505,8 +505,8 @@ class VolumeReader:
             self.add_ended(ended)
             return ()
 
-    def _read(self) -> Mapping[Way, Volume]:
-        found: dict[Way, Volume] = {}
+    def _read(self) -> Mapping[Translation, Volume]:
+        found: dict[Translation, Volume] = {}
         for family in self._families:
             found |= read_volumes(family)
         return found
@@ -563,7 +563,7 @@ class Failures:
                 if one.id not in known:
                     self._report(family, one.dialled, one.endpoint, Failure.UNANSWERED)
 
-    def _ended(self, found: Sequence[Ended], lost: bool) -> None:
+    def _ended(self, found: Sequence[ResetConnection], lost: bool) -> None:
         self.lost += lost
         for one in found:
             failure = Failure.RESET if one.established else Failure.REFUSED

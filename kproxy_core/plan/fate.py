@@ -37,7 +37,7 @@ class Packet(NamedTuple):
         return family_of(self.destination)
 
 
-class Kind(enum.Enum):
+class FrontendKind(enum.Enum):
     CLUSTER_IP = "ClusterIP"
     EXTERNAL_IP = "external IP"
     LOAD_BALANCER_IP = "load balancer IP"
@@ -56,7 +56,7 @@ class Outcome(enum.Enum):
     """No rule for a Service applies."""
 
 
-class Choice(NamedTuple):
+class EndpointShare(NamedTuple):
     where: Destination
     share: float
     """Its part of new connections, 0 to 1."""
@@ -75,17 +75,19 @@ class Policy(enum.Enum):
 class Fate(NamedTuple):
     outcome: Outcome
     because: str
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[EndpointShare, ...] = ()
     policy: Policy | None = None
     """None: refused or dropped before a policy matters, or no Service's frontend."""
 
 
-def kind_of(frontend: Frontend, plan: ServicePlan) -> Kind:
+def kind_of(frontend: Frontend, plan: ServicePlan) -> FrontendKind:
     if frontend.address is None:
-        return Kind.NODE_PORT
+        return FrontendKind.NODE_PORT
     if frontend.address == plan.cluster_ip:
-        return Kind.CLUSTER_IP
-    return Kind.LOAD_BALANCER_IP if frontend.address in plan.load_balancer_ips else Kind.EXTERNAL_IP
+        return FrontendKind.CLUSTER_IP
+    if frontend.address in plan.load_balancer_ips:
+        return FrontendKind.LOAD_BALANCER_IP
+    return FrontendKind.EXTERNAL_IP
 
 
 def origin_of(
@@ -138,13 +140,13 @@ def decide(
     *addresses* are those of the node's interfaces, as far as they are known.
     """
     kind = kind_of(frontend, plan)
-    ranges = plan.source_ranges if kind is Kind.LOAD_BALANCER_IP else ()
+    ranges = plan.source_ranges if kind is FrontendKind.LOAD_BALANCER_IP else ()
     if ranges and not any(packet.source in cidr for cidr in ranges):
         named = ", ".join(map(str, ranges))
         return Fate(Outcome.DROPPED, f"the source is not in loadBalancerSourceRanges ({named})")
     if not plan.has_endpoints:
         return Fate(Outcome.REFUSED, "no endpoint is usable on any node")
-    policy, masqueraded = (_internal if kind is Kind.CLUSTER_IP else _external)(packet, plan, node)
+    policy, masqueraded = (_internal if kind is FrontendKind.CLUSTER_IP else _external)(packet, plan, node)
     among = plan.local if policy in (Policy.INTERNAL_LOCAL, Policy.EXTERNAL_LOCAL) else plan.cluster
     if not among:
         return Fate(Outcome.DROPPED, f"{policy.value}, and no usable endpoint is on this node", policy=policy)
@@ -156,7 +158,7 @@ def decide(
         return masqueraded or (to == packet.source and to in plan.hairpins)
 
     share = 1 / len(among)
-    choices = tuple(Choice(where, share, is_masqueraded(where.address)) for where in among)
+    choices = tuple(EndpointShare(where, share, is_masqueraded(where.address)) for where in among)
     return Fate(Outcome.FORWARDED, policy.value, choices, policy)
 
 

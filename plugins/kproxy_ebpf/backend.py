@@ -27,7 +27,7 @@ from kproxy_core.contract import (
     Unsupported,
     Update,
 )
-from kproxy_core.linux.conntrack import are_counted
+from kproxy_core.linux.conntrack import accounting_enabled
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
@@ -204,7 +204,7 @@ class EbpfBackend(LayeredBackend):
         except HostError:
             self._compilation = None
             raise
-        counting = () if not self._counted else names.COUNTING if are_counted() else (names.OUTCOMES,)
+        counting = () if not self._counted else names.COUNTING if accounting_enabled() else (names.OUTCOMES,)
         kernel = Kernel(self._settings, counting=counting)
         families = {family: FamilyState(family, kernel) for family in self._families_served}
         try:

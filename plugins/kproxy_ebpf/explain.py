@@ -8,7 +8,7 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.namespaces import in_network_namespaces
 from kproxy_core.model.address import Protocol, family_of, format_socket, is_loopback
 from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.batch import address_key, parse_endpoint, parse_frontend, parse_peer
 from kproxy_ebpf.kernel.port import PinnedMaps
@@ -89,7 +89,7 @@ _ON_LOOPBACK = "sockets of the node reach node ports on loopback, too"
 
 class _Found(NamedTuple):
     objects: Sequence[KernelObject]
-    choices: tuple[Choice, ...]
+    choices: tuple[EndpointShare, ...]
     flags: int
     """Of the frontend."""
     remembered: Destination | None = None
@@ -124,9 +124,9 @@ def _texts(question: Question, group: Group) -> Sequence[KernelObject]:
     ]
 
 
-def _choices(group: Group) -> tuple[Choice, ...]:
+def _choices(group: Group) -> tuple[EndpointShare, ...]:
     share = 1 / len(group.endpoints)
-    return tuple(Choice(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
+    return tuple(EndpointShare(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
 
 
 def _held(question: Question, maps: PinnedMaps) -> _Found | None:
@@ -141,7 +141,7 @@ def _held(question: Question, maps: PinnedMaps) -> _Found | None:
     dialled = format_socket(packet.destination, packet.port)
     text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} endpoints"
     objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
-    choices: list[Choice] = []
+    choices: list[EndpointShare] = []
     for index in range(service.endpoints):
         endpoint = maps.find(names.SLOTS, batch.slot_key(service.identity, index))
         if endpoint is None:
@@ -149,7 +149,7 @@ def _held(question: Question, maps: PinnedMaps) -> _Found | None:
             continue
         where = batch.parse_endpoint(endpoint, packet.family)
         objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
-        choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
+        choices.append(EndpointShare(where, 1 / service.endpoints, masqueraded=False))
     remembered = _remembered(question.packet, service, maps)
     return _Found(objects, tuple(choices), service.frontend, remembered)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
-from kproxy_core.linux.trial import Attempts, sysctl_finding
+from kproxy_core.linux.trial import FeatureProbe, sysctl_finding
 from kproxy_iptables.settings import Settings, read_settings
 from kproxy_iptables.skeleton import serves_loopback
 from kproxy_xtables import requirements
@@ -45,7 +45,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if variant is not None:
         why_not = "only looked at" if trial is None else trial.enter()
         for family in settings.families:
-            attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
+            attempts = FeatureProbe(modules, why_not=why_not, load_modules=load_modules)
             found += requirements.try_rules(
                 Tables(family, variant), attempts, _FEATURES, ("filter", "mangle"))
     return Detection(tuple(found))

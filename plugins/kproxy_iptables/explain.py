@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kproxy_core.contract import KernelSide, Question
 from kproxy_core.model.address import Address, Protocol, format_address, is_loopback, parse_address
-from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
+from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, kind_of
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
@@ -132,7 +132,7 @@ def _side(question: Question, ruleset: Ruleset) -> KernelSide:
 def follow(question: Question, walk: Walk) -> Fate:
     """Return the fate of a packet that the nat table may translate."""
     outgoing = question.packet.origin is Origin.NODE
-    choices: dict[object, Choice] = {}
+    choices: dict[object, EndpointShare] = {}
     ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Flight.of(question.packet))
     for end in ends:
         flight = end.flight
@@ -146,7 +146,7 @@ def follow(question: Question, walk: Walk) -> Fate:
         if flight.translated:
             where = flight.where
             known = choices.get(where)
-            choices[where] = Choice(where, end.share + (known.share if known else 0.0), masqueraded)
+            choices[where] = EndpointShare(where, end.share + (known.share if known else 0.0), masqueraded)
     if choices:
         return Fate(Outcome.FORWARDED, walk.reason, tuple(choices.values()))
     return Fate(Outcome.UNTOUCHED, "no rule applies")
@@ -169,10 +169,10 @@ def _deviation(question: Question) -> str:
     if plan is None or frontend is None:
         return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"
     kind = kind_of(frontend, plan)
-    if plan.has_endpoints or kind is Kind.CLUSTER_IP:
+    if plan.has_endpoints or kind is FrontendKind.CLUSTER_IP:
         return ""
-    if question.packet.origin is Origin.NODE and kind is not Kind.NODE_PORT:
+    if question.packet.origin is Origin.NODE and kind is not FrontendKind.NODE_PORT:
         return "kube-proxy's iptables rules do not refuse the node's own packets to external frontends"
-    if kind is Kind.LOAD_BALANCER_IP and plan.source_ranges:
+    if kind is FrontendKind.LOAD_BALANCER_IP and plan.source_ranges:
         return "kube-proxy's iptables rules do not check source ranges without endpoints"
     return ""

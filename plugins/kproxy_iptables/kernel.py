@@ -26,7 +26,7 @@ _PRESENT = (errno.EEXIST, errno.EBUSY)
 
 def ensure_counters() -> frozenset[str]:
     """Create the missing objects of `names.COUNTERS`. Return the names of those that exist."""
-    requests = [netlink.Request(_NEW, netlink.NLM_F_CREATE, _named(name)) for name in names.COUNTERS]
+    requests = [netlink.NetlinkRequest(_NEW, netlink.NLM_F_CREATE, _named(name)) for name in names.COUNTERS]
     try:
         with NetlinkSocket.open(netlink.NETLINK_NETFILTER) as sock:
             refused = {at for at, code in sock.exchange(requests) if code not in _PRESENT}

@@ -15,7 +15,7 @@ from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import NETLINK_NETFILTER
 from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nftables import Change, Commit, CommitWatch, Kind
+from kproxy_core.linux.nftables import Change, ChangeKind, Commit, CommitWatch
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
@@ -30,10 +30,10 @@ _FLUSH_TIMEOUT = 5.0
 _FLUSH_POLL = 0.1
 
 _OUR_KINDS = frozenset({
-    Kind.RULE_ADDED, Kind.RULE_DELETED, Kind.CHAIN_ADDED, Kind.CHAIN_DELETED,
-    Kind.TABLE_ADDED, Kind.TABLE_DELETED,
+    ChangeKind.RULE_ADDED, ChangeKind.RULE_DELETED, ChangeKind.CHAIN_ADDED, ChangeKind.CHAIN_DELETED,
+    ChangeKind.TABLE_ADDED, ChangeKind.TABLE_DELETED,
 })  # fmt: skip
-_TABLE_KINDS = (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
+_TABLE_KINDS = (ChangeKind.TABLE_ADDED, ChangeKind.TABLE_DELETED)
 """The first is announced for a table that exists when its flags change, such as `dormant`."""
 _JUMPS = jumps_by_chain(ALL_JUMPS)
 
@@ -136,13 +136,13 @@ def _concerns_ours(change: Change) -> bool:
         return False
     if (change.table, change.name) == (names.FILTER, names.KUBELET_FIREWALL):
         # Kubelet adds rules of its own, but nobody may delete those that guard services on loopback.
-        return change.kind in (Kind.RULE_DELETED, Kind.CHAIN_DELETED)
+        return change.kind in (ChangeKind.RULE_DELETED, ChangeKind.CHAIN_DELETED)
     return change.kind in _TABLE_KINDS or names.is_ours(change.table, change.name)
 
 
 def _may_delete_jump(change: Change) -> bool:
     built_in = change.table in names.TABLES and change.name in BUILT_IN_CHAINS
-    return built_in and change.kind is Kind.RULE_DELETED
+    return built_in and change.kind is ChangeKind.RULE_DELETED
 
 
 def read_generation() -> int:

@@ -13,7 +13,7 @@ from kproxy_core.linux.messages import (
     NFGENMSG,
     NLA_F_NESTED,
     NLA_F_NET_BYTEORDER,
-    Request,
+    NetlinkRequest,
     Span,
     attribute,
     attribute_spans,
@@ -232,7 +232,7 @@ _PER_MESSAGE = 300
 
 def batches(
     family: Family, elements: Iterable[Element], *, delete: bool = False
-) -> Iterator[tuple[str, Request]]:
+) -> Iterator[tuple[str, NetlinkRequest]]:
     """Encode the addition or deletion of *elements*: each request with the full name of its set.
 
     Existing or missing entries are no error.
@@ -242,7 +242,7 @@ def batches(
         start = _named_set(name, family) + attribute(_LINE, bytes(4))
         while some := list(islice(group, _PER_MESSAGE)):
             entries = nested(_ENTRIES, *(nested(_DATA, *_entry(family, kind, e)) for e in some))
-            yield name, Request(_DELETE if delete else _ADD, 0, start + entries)
+            yield name, NetlinkRequest(_DELETE if delete else _ADD, 0, start + entries)
 
 
 def list_set(family: Family, kind: SetKind) -> bytes:
@@ -250,9 +250,9 @@ def list_set(family: Family, kind: SetKind) -> bytes:
     return _named_set(kind.full_name(family), family)
 
 
-def destroy_set(name: str) -> Request:
+def destroy_set(name: str) -> NetlinkRequest:
     """Encode the deletion of a set by its full name."""
-    return Request(_DESTROY_SET, 0, _named_set(name))
+    return NetlinkRequest(_DESTROY_SET, 0, _named_set(name))
 
 
 def decode_entries(family: Family, answers: Iterable[Span]) -> dict[str, int]:

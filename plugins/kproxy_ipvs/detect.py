@@ -10,7 +10,7 @@ from kproxy_core.contract.caveats import of_node_ports, sorted_plans
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, kernel_version
-from kproxy_core.linux.trial import Attempts, problem_of, sysctl_finding
+from kproxy_core.linux.trial import FeatureProbe, problem_of, sysctl_finding
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
@@ -53,7 +53,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     has_programs = all(finding.met for finding in found[1:3])
     found += requirements.check_other_programs(variant, settings.families)
     why_not = "only looked at" if trial is None else trial.enter()
-    attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
+    attempts = FeatureProbe(modules, why_not=why_not, load_modules=load_modules)
     found += _kernel(attempts, scheduler, settings.families)
     if has_programs and variant is not None:
         for family in settings.families:
@@ -61,7 +61,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     return Detection(tuple(found))
 
 
-def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Requirement]:
+def _kernel(attempts: FeatureProbe, scheduler: str, families: tuple[Family, ...]) -> Iterator[Requirement]:
     conntrack = "nf_conntrack" if kernel_version() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
     for family, name in product(families, schedulers(scheduler)):
         yield attempts.attempt(
@@ -77,7 +77,7 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
                 rests_on=("nfnetlink", "ip_set"))  # fmt: skip
 
 
-def _rules(tables: Tables, attempts: Attempts) -> Iterator[Requirement]:
+def _rules(tables: Tables, attempts: FeatureProbe) -> Iterator[Requirement]:
     set_name = names.IPVS_IPS.full_name(tables.family)
     features = (
         Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {set_name} dst -j RETURN"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kproxy_core.contract import KernelSide, Question
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, Packet, kind_of
+from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, Packet, kind_of
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.kernel import connections, device, sets
@@ -74,7 +74,7 @@ def _deviation(question: Question, state: State) -> str:
     plan, frontend = question.plan, question.frontend
     if plan is None or frontend is None:
         return "IPVS refuses packets to addresses of Services only"
-    is_local = plan.internal_policy_local if kind_of(frontend, plan) is Kind.CLUSTER_IP else (
+    is_local = plan.internal_policy_local if kind_of(frontend, plan) is FrontendKind.CLUSTER_IP else (
         plan.external_policy_local)
     if is_local and (MANGLE, IPVS_ACCESS) not in state.rules:
         return ("kube-proxy's ipvs mode knows no short circuit, and ignores policy Local where this node has "
@@ -145,7 +145,7 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
         if outgoing or not walk.is_local(where.address):
             (end,) = walk.through(NAT, "POSTROUTING", translated)
             translated = end.flight
-        choices.append(Choice(where, weight / total, translated.masqueraded))
+        choices.append(EndpointShare(where, weight / total, translated.masqueraded))
     remembered = state.remembered(key, packet.source)
     # net.ipv4.vs.expire_quiescent_template, which this mode and kube-proxy set, makes IPVS forget the others.
     return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), (

@@ -17,7 +17,7 @@ from itertools import chain
 from kproxy_core.contract import Leftovers
 from kproxy_core.linux import conntrack, programs
 from kproxy_core.linux.addresses import default_source_address
-from kproxy_core.linux.conntrack import Flow
+from kproxy_core.linux.conntrack import UdpFlow
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.service import Destination
@@ -195,7 +195,7 @@ def judge(
     return operations, waiting
 
 
-def count_untranslated(flows: Iterable[Flow]) -> Counter[Translation]:
+def count_untranslated(flows: Iterable[UdpFlow]) -> Counter[Translation]:
     """Count those UDP *flows* that no other mode's rules translate."""
     return Counter(
         Translation(Frontend(address, Protocol.UDP, port), Destination(*answered_by))

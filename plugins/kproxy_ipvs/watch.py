@@ -7,7 +7,7 @@ from kproxy_core.contract import Damage
 from kproxy_core.linux import addresses
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, attributes, messages, text
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, format_address
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.names import DEVICE
@@ -20,7 +20,7 @@ _RECEIVE_SPACE = 4 << 20
 """Bytes for pending notifications, which include those of our own changes."""
 
 
-class DeviceWatch(NotificationWatch):
+class DeviceWatch(NotificationThread):
     """Reports deletions of addresses from the device, and of the device, from a thread of its own."""
 
     def __init__(self, states: Iterable[FamilyState], damaged: Damage) -> None:

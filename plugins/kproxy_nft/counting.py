@@ -28,7 +28,7 @@ from kproxy_core.linux.nft_rules import (
     original_destination,
     update,
 )
-from kproxy_core.linux.nft_tables import Chain, Command, Container, Element, Layout, Object, Place, Table
+from kproxy_core.linux.nft_tables import Chain, Command, Container, Element, Hook, Layout, Object, Table
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
@@ -111,8 +111,8 @@ def counting_layout(family: Family, *, ipvs: bool) -> Layout:
         translated.append((among((original_destination(family),), _DIALLED), goto("count")))
     objects: list[Object] = [
         *sets, Chain("count", count_rules(family)),
-        *(Chain(hook, tuple(dialled), Place("nat", hook, -101)) for hook in ("prerouting", "output")),
-        *(Chain(hook, tuple(translated), Place("nat", hook, 99)) for hook in ("postrouting", "input")),
+        *(Chain(hook, tuple(dialled), Hook("nat", hook, -101)) for hook in ("prerouting", "output")),
+        *(Chain(hook, tuple(translated), Hook("nat", hook, 99)) for hook in ("postrouting", "input")),
     ]
     return {item.name: item for item in objects}
 

@@ -13,7 +13,7 @@ from kproxy_core.linux.messages import (
     KIND,
     NLA_F_NESTED,
     NLM_F_CREATE,
-    Request,
+    NetlinkRequest,
     attribute,
     attribute_spans,
     attributes,
@@ -60,7 +60,7 @@ def one_element(container: str, key: bytes) -> bytes:
 
 def requests(
     family: Family, deletes: Sequence[Element], adds: Sequence[Element], limit: int, most: int
-) -> Iterator[list[Request]]:
+) -> Iterator[list[NetlinkRequest]]:
     """Yield the requests that delete and add elements, by transaction; at least one transaction.
 
     This is one transaction, deletions first, unless it would exceed *limit* bytes or *most* elements.
@@ -90,9 +90,9 @@ def _rank(element: Element) -> int:
     return _RANKS.get(element[0], 0)
 
 
-def _requests(family: Family, pieces: Sequence[tuple[int, bytes]]) -> list[Request]:
+def _requests(family: Family, pieces: Sequence[tuple[int, bytes]]) -> list[NetlinkRequest]:
     return [
-        Request(kind, NLM_F_CREATE if kind == _NEWSETELEM else 0, payload(family, body))
+        NetlinkRequest(kind, NLM_F_CREATE if kind == _NEWSETELEM else 0, payload(family, body))
         for kind, body in pieces
     ]
 

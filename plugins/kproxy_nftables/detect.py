@@ -40,11 +40,11 @@ from kproxy_core.linux.nft_tables import (
     Command,
     Container,
     Flowtable,
+    Hook,
     Object,
-    Place,
     Table,
 )
-from kproxy_core.linux.trial import Attempts
+from kproxy_core.linux.trial import FeatureProbe
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
@@ -80,7 +80,7 @@ def trial_of(family: Family, objects: Iterable[Object], *, flags: int = 0) -> li
 
 def _nat_chains(_: Family) -> list[Object]:
     places = (("prerouting", -100), ("output", -100), ("postrouting", 100))
-    return [Chain(hook, (), Place("nat", hook, priority)) for hook, priority in places]
+    return [Chain(hook, (), Hook("nat", hook, priority)) for hook, priority in places]
 
 
 def _verdict_map(family: Family) -> list[Object]:
@@ -205,7 +205,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     inside = not why_not
     kernel = Kernel()
     run = kernel.run if inside else kernel.check
-    attempts = Attempts(Modules(_OPTIONS), why_not="" if allowed else why_not, load_modules=load_modules)
+    attempts = FeatureProbe(Modules(_OPTIONS), why_not="" if allowed else why_not, load_modules=load_modules)
     try:
         rules = [
             rule
@@ -227,7 +227,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
 
 def _tried(
-    run: _Run, attempts: Attempts, family: Family, features: Iterable[Feature]
+    run: _Run, attempts: FeatureProbe, family: Family, features: Iterable[Feature]
 ) -> Iterator[Requirement]:
     """Try each of *features*, then all rules together."""
     ip = family.ip
@@ -244,7 +244,7 @@ def _tried(
         rests_on=tuple(needed))
 
 
-def _try(run: _Run, attempts: Attempts, family: Family, feature: Feature) -> Requirement:
+def _try(run: _Run, attempts: FeatureProbe, family: Family, feature: Feature) -> Requirement:
     return attempts.attempt(
         f"{family.ip}: {feature.what}", feature.modules_of(family),
         partial(_refusal, run, trial_of(family, feature.objects(family))), rests_on=_BASE)  # fmt: skip

@@ -16,9 +16,9 @@ from kproxy_core.linux import messages as netlink
 from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
-from kproxy_core.linux.netlink import Refusal
+from kproxy_core.linux.netlink import RequestError
 from kproxy_core.linux.nft_tables import Command, HeldTable
-from kproxy_core.linux.nftables import Connection, Refused, Writer, table_exists
+from kproxy_core.linux.nftables import NftablesSocket, TransactionRefused, Writer, table_exists
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import complete, parse_counters
 from kproxy_nftables import batch
@@ -38,7 +38,7 @@ class Kernel:
     """
 
     def __init__(self) -> None:
-        self._opened: Connection | None = None
+        self._opened: NftablesSocket | None = None
         self._writer: Writer | None = None
         self.own_ports: set[int] = set()
         """Netlink port ids from which this process changes rules."""
@@ -133,7 +133,7 @@ class Kernel:
         generation, sock = self.generation(), self._connection().socket
         others = Counter(counts)
         before: Sequence[Element] = ()
-        checked: Future[list[Refusal]] | None = None
+        checked: Future[list[RequestError]] | None = None
         with self._failures_named(), ThreadPoolExecutor(max_workers=1) as checker:
             for part in chain(parts, [()]):
                 others.subtract(container for container, _, _ in part)
@@ -203,7 +203,7 @@ class Kernel:
         with self._failures_named():
             return nftables.generation(self._connection().socket)
 
-    def _foreign_owner(self, refused: Refused) -> str:
+    def _foreign_owner(self, refused: TransactionRefused) -> str:
         """Return words about the foreign owner of our table that *refused* names; "" if it has none."""
         for family in Family:
             for data, start, end in self._dump(GETTABLE, family, b"", list) or ():
@@ -225,13 +225,13 @@ class Kernel:
             except FileNotFoundError:
                 return None
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> NftablesSocket:
         if self._opened is None:
             with self._failures_named():
-                self._opened = Connection.open()
+                self._opened = NftablesSocket.open()
         return self._opened
 
-    def _writing(self) -> Connection:
+    def _writing(self) -> NftablesSocket:
         if self._writer is None:
             with self._failures_named():
                 self._writer = Writer()
@@ -245,7 +245,7 @@ class Kernel:
             yield
         except InterruptedError as error:
             raise TrustLost("the rules changed during every attempt to read them") from error
-        except Refused as refused:
+        except TransactionRefused as refused:
             kind = TrustLost if refused.errno in _STALE else SyncFailed
             owner = self._foreign_owner(refused) if refused.errno == errno.EPERM else ""
             raise kind(f"{refused}{owner}") from refused

@@ -46,7 +46,7 @@ from kproxy_core.linux.nft_rules import (
     update,
     vmap,
 )
-from kproxy_core.linux.nft_tables import Chain, Container, Flowtable, Layout, Object, Place
+from kproxy_core.linux.nft_tables import Chain, Container, Flowtable, Hook, Layout, Object
 from kproxy_core.model.address import Family, Protocol, outermost
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Destination
@@ -62,20 +62,20 @@ from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain, 
 # transaction, and maps keep their elements.
 
 _BASE_CHAINS = {
-    "nat-prerouting": Place("nat", "prerouting", -100),
-    "nat-output": Place("nat", "output", -100),
-    "nat-postrouting": Place("nat", "postrouting", 100),
-    "filter-forward": Place("filter", "forward", 0),
-    "filter-output": Place("filter", "output", 0),
+    "nat-prerouting": Hook("nat", "prerouting", -100),
+    "nat-output": Hook("nat", "output", -100),
+    "nat-postrouting": Hook("nat", "postrouting", 100),
+    "filter-forward": Hook("filter", "forward", 0),
+    "filter-output": Hook("filter", "output", 0),
 }
 _RECORDING_BASE_CHAINS = {
-    "filter-input": Place("filter", "input", 0),
-    "filter-postrouting": Place("filter", "postrouting", 0),
+    "filter-input": Hook("filter", "input", 0),
+    "filter-postrouting": Hook("filter", "postrouting", 0),
 }
 """The first hooks after DNAT: input for connections to this node, else postrouting. They exist once there is
 a template with session affinity: each packet would pay for them, even without rules."""
-_COUNTING_PLACE = Place("nat", "input", 100)
-_FLOWTABLE_PLACE = Place("filter", "forward", 300)
+_COUNTING_HOOK = Hook("nat", "input", 100)
+_FLOWTABLE_HOOK = Hook("filter", "forward", 300)
 """After the filters of other tables: they see, and may drop, each packet that would add a flow."""
 
 _RECORD = "record"
@@ -123,7 +123,7 @@ def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
         found.append(Flowtable(names.FLOWTABLE, extras.flowtable))
         found.append(Chain("flow-offload", tuple(
             (equals(L4_PROTOCOL, protocol), *established) for protocol in (Protocol.TCP, Protocol.UDP)
-        ), _FLOWTABLE_PLACE))  # fmt: skip
+        ), _FLOWTABLE_HOOK))  # fmt: skip
     return found
 
 
@@ -241,7 +241,7 @@ def _chains(node: NodeView, *, counted: bool) -> list[Chain]:
     places = _BASE_CHAINS
     if counted:
         rules["nat-input"] = to_count
-        places = places | {"nat-input": _COUNTING_PLACE}
+        places = places | {"nat-input": _COUNTING_HOOK}
     return [Chain(name, chain, places.get(name)) for name, chain in rules.items()]
 
 

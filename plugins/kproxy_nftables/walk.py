@@ -14,7 +14,7 @@ from kproxy_core.contract import KernelObject, KernelSide
 from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own
+from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
 from kproxy_nft.counting import CONNECTIONS
 from kproxy_nftables import names
 from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
@@ -96,7 +96,7 @@ class _Walk:
 
     def _translated(self, chosen: Sequence[Destination | None], *, outgoing: bool) -> Fate:
         """Follow a packet whose destination is one of *chosen* now."""
-        choices: dict[Destination, Choice] = {}
+        choices: dict[Destination, EndpointShare] = {}
         marked, share = self._marked, 1 / len(chosen)
         for where in filter(None, chosen):
             self._packet = self._first._replace(destination=where.address, port=where.port)
@@ -106,7 +106,7 @@ class _Walk:
             if outgoing or not self._is_local(where.address):
                 self._chain("nat-postrouting")
             known = choices.get(where)
-            choices[where] = Choice(where, (known.share if known else 0.0) + share, self._masqueraded)
+            choices[where] = EndpointShare(where, (known.share if known else 0.0) + share, self._masqueraded)
         return Fate(Outcome.FORWARDED, self._last(), tuple(choices.values()))
 
     def _onwards(self, destination: Address, *, outgoing: bool) -> Sequence[str]:

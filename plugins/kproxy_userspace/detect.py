@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
-from kproxy_core.linux.trial import Attempts, problem_of
+from kproxy_core.linux.trial import FeatureProbe, problem_of
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.kernel.portals import NftPortals
@@ -44,7 +44,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     installed, variant = requirements.check_programs(modules, load_modules=load_modules)
     found = [_rootless(requirements.check_privileges(variant))]
     by_iptables = [installed, *requirements.check_other_programs(variant, settings.families)]
-    attempts = Attempts(modules, why_not="only looked at" if trial is None else trial.enter(),
+    attempts = FeatureProbe(modules, why_not="only looked at" if trial is None else trial.enter(),
                         load_modules=load_modules)  # fmt: skip
     if variant is not None:
         for family in settings.families:
@@ -56,7 +56,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     return Detection(tuple(found))
 
 
-def _without_iptables(family: Family, attempts: Attempts) -> Requirement:
+def _without_iptables(family: Family, attempts: FeatureProbe) -> Requirement:
     check = NftPortals(family, None).check
     return _rootless(attempts.attempt(
         f"{family.label}: redirection by nf_tables", _NFT_MODULES, partial(problem_of, check),

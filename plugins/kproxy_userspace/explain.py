@@ -7,7 +7,7 @@ from functools import cache
 from kproxy_core.contract import KernelObject, KernelSide, Question
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet, is_own
+from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
@@ -108,7 +108,7 @@ def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> K
     shown = (*objects, KernelObject("relay", f"{where}: {texts}"))
     if not endpoints:
         return KernelSide(shown, Fate(Outcome.REFUSED, "the relay has no endpoint"), deviation=_RELAYED)
-    choices = tuple(Choice(where, 1 / len(endpoints), masqueraded=True) for where in endpoints)
+    choices = tuple(EndpointShare(where, 1 / len(endpoints), masqueraded=True) for where in endpoints)
     return KernelSide(shown, Fate(Outcome.FORWARDED, "relayed", choices), deviation=_RELAYED)
 
 
@@ -162,5 +162,5 @@ def _hook(packet: Packet) -> str:
     return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
 
 
-def _ends(side: KernelSide) -> tuple[Outcome, set[Choice]] | None:
+def _ends(side: KernelSide) -> tuple[Outcome, set[EndpointShare]] | None:
     return None if side.fate is None else (side.fate.outcome, set(side.fate.choices))

@@ -19,7 +19,7 @@ from kproxy_core.linux.nft_rules import (
     redirect_to_port,
     source_address,
 )
-from kproxy_core.linux.nft_tables import Chain, Container, Layout, Object, Place, Table
+from kproxy_core.linux.nft_tables import Chain, Container, Hook, Layout, Object, Table
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
@@ -81,7 +81,7 @@ def nft_layout(family: Family, at: Address | None = None) -> Layout:
     to_portals: Rule = (jump(_PORTALS),)
     objects: list[Object] = [
         *nft_maps(family), Chain(_PORTALS, tuple(portals)),
-        *(Chain(f"nat-{hook}", (to_portals,), Place("nat", hook, -100)) for hook in ("prerouting", "output")),
+        *(Chain(f"nat-{hook}", (to_portals,), Hook("nat", hook, -100)) for hook in ("prerouting", "output")),
     ]
     return {item.name: item for item in objects}
 

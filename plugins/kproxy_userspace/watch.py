@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from kproxy_core.contract import Damage, SyncFailed
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.nftables import Change, Commit, CommitWatch, Kind
+from kproxy_core.linux.nftables import Change, ChangeKind, Commit, CommitWatch
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
@@ -180,9 +180,9 @@ def _concerns_portals(change: Change) -> bool:
     if change.table == TABLE or (change.table, change.name) in OUR_CHAINS:
         return True
     # "Added": flags changed, such as dormant.
-    return change.table in _IPTABLES and change.kind in (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
+    return change.table in _IPTABLES and change.kind in (ChangeKind.TABLE_ADDED, ChangeKind.TABLE_DELETED)
 
 
 def _may_delete_jump(change: Change) -> bool:
     """Return whether a jump to our chains may be deleted: the contents of rules are not announced."""
-    return change.kind is Kind.RULE_DELETED and (change.table, change.name) in _BUILT_IN
+    return change.kind is ChangeKind.RULE_DELETED and (change.table, change.name) in _BUILT_IN

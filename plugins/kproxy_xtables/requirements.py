@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kproxy_core.linux import process, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
-from kproxy_core.linux.trial import Attempts, problem_of
+from kproxy_core.linux.trial import FeatureProbe, problem_of
 from kproxy_core.model.address import Family
 from kproxy_core.model.requirement import Requirement
 from kproxy_xtables.tables import Tables, Unreadable
@@ -106,10 +106,10 @@ def check_other_programs(variant: Variant | None, families: Iterable[Family]) ->
 
 
 def try_rules(
-    tables: Tables, attempts: Attempts, features: Iterable[Feature], other_tables: Iterable[str] = ()
+    tables: Tables, attempts: FeatureProbe, features: Iterable[Feature], other_tables: Iterable[str] = ()
 ) -> Iterator[Requirement]:
     """Read the nat table; if that works, try rules in *other_tables* and with each of *features*."""
-    reading = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    reading = FeatureProbe(attempts.modules, why_not="", load_modules=attempts.load_modules)
     nat = reading.attempt(
         f"{tables.family.label}: nat table", _table_modules("nat", tables), partial(problem_of, tables.check),
         "use a kernel with netfilter NAT")  # fmt: skip

@@ -11,7 +11,7 @@ from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
-    Request,
+    NetlinkRequest,
     Span,
     attribute,
     attributes,
@@ -85,10 +85,8 @@ def count_chains(family: Family, name: str) -> int:
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
     """Switch the tables *names* on, which iptables can't. Remember the socket in *own*. Raises HostError."""
     awake = attribute(_FLAGS, bytes(4))
-    data, last = messages.transaction([
-        Request(_NEWTABLE, 0, messages.payload(family, text_attribute(messages.TABLE_NAME, name), awake))
-        for name in names
-    ])  # fmt: skip
+    payloads = [messages.payload(family, text_attribute(messages.TABLE_NAME, name), awake) for name in names]
+    data, last = messages.transaction([NetlinkRequest(_NEWTABLE, 0, payload) for payload in payloads])
     with doing("activate dormant tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         with own.starting():
             own.remember(sock.port)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.decode import ENDPOINT_SLICES
-from kproxy_core.kube.reflector import RELIST_SPREAD, Reflector, Trouble
+from kproxy_core.kube.reflector import RELIST_SPREAD, ProblemLog, Reflector
 from kproxy_core.kube.requests import ApiRequests
 from kproxy_core.kube.transport import JSON, Response
 from kproxy_core.model.timing import Backoff, TokenBucket
@@ -80,7 +80,7 @@ def _followed(away: float) -> list[float]:
     access = CurrentAccess(f"http://127.0.0.1:{server.port}", None)
     times: list[float] = []
     reflectors = [
-        Reflector(ENDPOINT_SLICES, {}, _Requests(access, times), lambda events: None, Trouble(),
+        Reflector(ENDPOINT_SLICES, {}, _Requests(access, times), lambda events: None, ProblemLog(),
                   random.random)
         for _ in range(CLIENTS)
     ]  # fmt: skip

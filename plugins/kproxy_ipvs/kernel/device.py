@@ -25,7 +25,7 @@ from kproxy_core.linux.messages import (
     NLM_F_CREATE,
     NLM_F_EXCL,
     NLM_F_REPLACE,
-    Request,
+    NetlinkRequest,
     attribute,
     text_attribute,
 )
@@ -81,7 +81,7 @@ def delete() -> None:
     if index is not None:
         # The IPv6 routes of `lend_source` do not belong to the device.
         unbind(read(Family.IPV6)[0], Family.IPV6)
-        _send([Request(_RTM_DELLINK, 0, _IFINFOMSG.pack(0, 0, index, 0, 0))], _ABSENT)
+        _send([NetlinkRequest(_RTM_DELLINK, 0, _IFINFOMSG.pack(0, 0, index, 0, 0))], _ABSENT)
 
 
 def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
@@ -155,22 +155,22 @@ def _change(
         raise HostError(f"interface {DEVICE} does not exist")
     header = IFADDRMSG.pack(family.af, family.bits, _IFA_F_NODAD, 0, index)
     _send([
-        Request(kind, flags, header + attribute(IFA_LOCAL, address) + attribute(IFA_ADDRESS, address))
+        NetlinkRequest(kind, flags, header + attribute(IFA_LOCAL, address) + attribute(IFA_ADDRESS, address))
         for address in addresses
     ], accepted)  # fmt: skip
 
 
 def _route(
     kind: int, flags: int, address: Address, family: Family, *more: bytes, protocol: int = _RTPROT_STATIC
-) -> Request:
+) -> NetlinkRequest:
     """Return a request for a local route to *address*. IPv6 has no routes over a device that is down."""
     device = "lo" if family is Family.IPV6 and protocol == _RTPROT_STATIC else DEVICE
     header = _RTMSG.pack(family.af, family.bits, 0, 0, _TABLE_LOCAL, protocol, _SCOPE_HOST, _TYPE_LOCAL, 0)
     out = attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(device)))
-    return Request(kind, flags, header + attribute(_RTA_DST, address) + out + b"".join(more))
+    return NetlinkRequest(kind, flags, header + attribute(_RTA_DST, address) + out + b"".join(more))
 
 
-def _send(requests: Sequence[Request], accepted: frozenset[int]) -> None:
+def _send(requests: Sequence[NetlinkRequest], accepted: frozenset[int]) -> None:
     """Send *requests*. Raises HostError about the first refusal with an error that is not *accepted*."""
     with doing(f"change {DEVICE}"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         refused = sock.exchange(requests)

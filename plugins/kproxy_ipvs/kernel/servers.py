@@ -11,8 +11,8 @@ from collections.abc import Set as AbstractSet
 from typing import Self
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_GENERIC, Request, attributes, text_attribute
-from kproxy_core.linux.netlink import NetlinkSocket, Refusal
+from kproxy_core.linux.messages import NETLINK_GENERIC, NetlinkRequest, attributes, text_attribute
+from kproxy_core.linux.netlink import NetlinkSocket, RequestError
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.service import Destination
 from kproxy_ipvs import batch as messages
@@ -207,10 +207,10 @@ class VirtualServers:
         for refusal in self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)]):
             raise HostError("cannot set IPVS timeouts", refusal.error)
 
-    def _exchange(self, payloads: Sequence[bytes]) -> list[Refusal]:
+    def _exchange(self, payloads: Sequence[bytes]) -> list[RequestError]:
         """Send *payloads* and return the refusals, by index. Raises HostError."""
         with doing("write to IPVS"), self._lock:
-            return self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
+            return self._socket.exchange([NetlinkRequest(self._family, 0, payload) for payload in payloads])
 
     def _dump(self, payload: bytes, kind: int) -> list[dict[int, bytes]]:
         """Return the attributes nested in attribute *kind* of each answer; [] for a missing object."""

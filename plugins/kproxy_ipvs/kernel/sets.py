@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_NETFILTER, Request
-from kproxy_core.linux.netlink import NetlinkSocket, Refusal
+from kproxy_core.linux.messages import NETLINK_NETFILTER, NetlinkRequest
+from kproxy_core.linux.netlink import NetlinkSocket, RequestError
 from kproxy_core.model.address import Family
 from kproxy_ipvs import batch as messages
 from kproxy_ipvs.names import SETS, SetKind
@@ -75,7 +75,7 @@ def destroy(names: Sequence[str]) -> dict[str, HostError]:
     return {names[at]: HostError(_describe(code)) for at, code in refused if code != errno.ENOENT}
 
 
-def _exchange(requests: Sequence[Request]) -> list[Refusal]:
+def _exchange(requests: Sequence[NetlinkRequest]) -> list[RequestError]:
     """Send *requests* and return the refused ones. Raises HostError."""
     if not requests:
         return []

@@ -53,7 +53,7 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
 
     with doing(f"read the connections to {family.label} relays"):
         # Conntrack first: a handshake that has ended there may still be half-open in a socket.
-        return ctnetlink.flows(family, opening) + Counter(_half_open(family, ports))
+        return ctnetlink.dump_flows(family, opening) + Counter(_half_open(family, ports))
 
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
@@ -80,7 +80,7 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
         return found
 
     with doing(f"list unanswered {family.label} UDP flows"):
-        return ctnetlink.flows(family, unanswered, ctnetlink.UNREPLIED)
+        return ctnetlink.dump_flows(family, unanswered, ctnetlink.UNREPLIED)
 
 
 def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:

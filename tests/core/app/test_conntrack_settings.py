@@ -9,8 +9,8 @@ import pytest
 
 from kproxy_core.app import preparation
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.conntrack import ConntrackLimits, apply
-from kproxy_core.observe.events import Event, EventRecorder
+from kproxy_core.linux.conntrack import ConntrackLimits, apply_limits
+from kproxy_core.observe.events import ClusterEvent, EventRecorder
 from tests.core.namespaces import Namespace, namespace
 
 NOT_WRITABLE = Path("/proc/sys/net/netfilter/nf_conntrack_count")
@@ -45,7 +45,7 @@ def test_the_limit_of_tracked_connections(per_core: int, least: int, cores: int,
 
 
 def test_each_setting_arrives(node: Namespace) -> None:
-    node.inside(lambda: apply(ConntrackLimits(
+    node.inside(lambda: apply_limits(ConntrackLimits(
         max_per_core=0, tcp_established_timeout=7201, tcp_close_wait_timeout=61, tcp_be_liberal=True,
         udp_timeout=31.9, udp_stream_timeout=121,
     )))
@@ -59,7 +59,7 @@ def test_each_setting_arrives(node: Namespace) -> None:
 def test_zero_keeps_the_kernels_value_and_liberal_is_never_reset(node: Namespace) -> None:
     node.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=77",
              "net.netfilter.nf_conntrack_tcp_be_liberal=1")
-    applied = node.inside(lambda: apply(ConntrackLimits(max_per_core=0)))
+    applied = node.inside(lambda: apply_limits(ConntrackLimits(max_per_core=0)))
     assert value(node, "nf_conntrack_udp_timeout") == 77
     assert value(node, "nf_conntrack_tcp_be_liberal") == 1
     assert applied.refused == ()
@@ -67,7 +67,7 @@ def test_zero_keeps_the_kernels_value_and_liberal_is_never_reset(node: Namespace
 
 def test_a_refused_limit_is_reported_and_the_rest_is_set(node: Namespace) -> None:
     other = value(node, "nf_conntrack_max") + 1
-    applied = node.inside(lambda: apply(ConntrackLimits(
+    applied = node.inside(lambda: apply_limits(ConntrackLimits(
         max_per_core=1, min=other, tcp_close_wait_timeout=62)))
     assert [str(error) for error in applied.refused] == [
         f"cannot set sysctl net/netfilter/nf_conntrack_max to {other}: Permission denied"]
@@ -83,7 +83,7 @@ def test_the_table_grows_with_the_limit_and_never_shrinks(node: Namespace, tmp_p
     limits, size = as_it_is(node), tmp_path / "hashsize"
     for before, after in (("1000\n", limits.min // 4), (f"{limits.min}\n", limits.min)):
         size.write_text(before)
-        assert not node.inside(lambda: apply(limits, hash_size=size)).read_only_sys
+        assert not node.inside(lambda: apply_limits(limits, hash_size=size)).read_only_sys
         assert int(size.read_text()) == after
 
 
@@ -91,8 +91,8 @@ def test_a_read_only_sys_is_an_event_and_nothing_worse(
     node: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = as_it_is(node)
-    monkeypatch.setattr(preparation, "apply", partial(apply, hash_size=NOT_WRITABLE))
-    told: list[Event] = []
+    monkeypatch.setattr(preparation, "apply_limits", partial(apply_limits, hash_size=NOT_WRITABLE))
+    told: list[ClusterEvent] = []
     events = EventRecorder("node1", lambda event, _: told.append(event))
     assert node.inside(lambda: preparation.tune_conntrack(limits, events))
     events.close()

@@ -23,7 +23,7 @@ from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, endpoints_of
-from kproxy_core.plan.fate import Choice, Fate, Outcome
+from kproxy_core.plan.fate import EndpointShare, Fate, Outcome
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import (
     addresses,
@@ -261,7 +261,7 @@ def side(fate: Fate | None, deviation: str = "") -> KernelSide:
 
 def forwarded(text: str, *, hidden: bool = False, shares: Sequence[float] = (0.5, 0.5)) -> Fate:
     ends = zip(destinations(text), shares, strict=True)
-    return Fate(Outcome.FORWARDED, "", tuple(Choice(where, share, hidden) for where, share in ends))
+    return Fate(Outcome.FORWARDED, "", tuple(EndpointShare(where, share, hidden) for where, share in ends))
 
 
 BOTH = "10.1.1.1:8080 10.1.2.1:8080"

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from kproxy_core.kube import transport as wire
 from kproxy_core.kube.access import Access
-from kproxy_core.kube.transport import LIMITS, Limits, Lines, ProtocolError, TooLarge, Transport, Unreachable
+from kproxy_core.kube.transport import (
+    LIMITS,
+    Limits,
+    Lines,
+    ProtocolError,
+    ResponseTooLarge,
+    Transport,
+    Unreachable,
+)
 from kproxy_core.testing.network.patience import patience
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])
@@ -94,7 +102,7 @@ def test_a_chunked_body_arrives_whole_and_leaves_the_connection_usable(data: st.
     with server(answering(answer, answer)) as transport:
         for _ in range(2):
             assert transport.get("/", 10.0).read_all(1000) == payload
-        assert transport.wire.connections == 1
+        assert transport.socket.connections == 1
 
 
 @pytest.mark.parametrize("answer", [
@@ -134,7 +142,7 @@ def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
             sent += 65536
 
     with server(endless) as transport:
-        with pytest.raises(TooLarge, match="exceeds 1000000 bytes"):
+        with pytest.raises(ResponseTooLarge, match="exceeds 1000000 bytes"):
             transport.get("/", 10.0).read_all(1_000_000)
     # The content of the buffers of two sockets.
     assert sent < 100_000_000
@@ -144,7 +152,7 @@ def test_a_compressed_body_is_bounded_by_its_size_after_decompression() -> None:
     bomb = gzip.compress(bytes(200 << 20))
     assert len(bomb) < 1 << 20
     answer = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb) + bomb
-    with server(answering([answer])) as transport, pytest.raises(TooLarge):
+    with server(answering([answer])) as transport, pytest.raises(ResponseTooLarge):
         transport.get("/", 10.0, compressed=True).read_all(1 << 20)
 
 
@@ -197,10 +205,10 @@ def test_a_silent_answer_ends() -> None:
 def test_a_server_that_resets_connections_while_they_are_made_can_not_be_reached(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reset(wire: wire.Wire, plain: socket.socket, address: object) -> None:
+    def reset(wire: wire.AbortableSocket, plain: socket.socket, address: object) -> None:
         raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
 
-    monkeypatch.setattr(wire.Wire, "_connect", reset)
+    monkeypatch.setattr(wire.AbortableSocket, "_connect", reset)
     with server(answering()) as transport, pytest.raises(Unreachable, match=r"can't connect to 127\.0\.0\.1"):
         transport.get("/", 1.0)
 

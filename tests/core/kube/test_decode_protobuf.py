@@ -19,7 +19,7 @@ from kproxy_core.kube.decode import (
     StatusDetails,
 )
 from kproxy_core.kube.protobuf import ProtobufDecoder, read_status
-from kproxy_core.kube.requests import refusal
+from kproxy_core.kube.requests import status_error
 from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header, without_managed_fields
 from kproxy_core.model.events import ServiceSet
 from kproxy_core.testing.apiserver.protobuf import (
@@ -109,7 +109,7 @@ def test_a_bookmark(annotations: Json, end: bool) -> None:
 def test_an_error_in_a_watch() -> None:
     event = DECODER.watch_event(body(encode_event("ERROR", encode_object("Status", EXPIRED))))
     assert event.status == Status(410, "Expired", "too old", StatusDetails(3))
-    assert "too old" in str(refusal(event.status))
+    assert "too old" in str(status_error(event.status))
 
 
 @pytest.mark.parametrize("data", [

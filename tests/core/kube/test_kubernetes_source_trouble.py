@@ -19,9 +19,9 @@ from kproxy_core.kube.transport import (
     MAX_LINE,
     PROTOBUF,
     PROTOBUF_OR_JSON,
+    AbortableSocket,
     Limits,
     Transport,
-    Wire,
     without_managed_fields,
 )
 from kproxy_core.model.events import BadObject, Event
@@ -604,13 +604,13 @@ def test_stopping_waits_for_no_server(accepting: bool) -> None:
 
 
 def test_no_connection_is_opened_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = Wire._connect
+    connect = AbortableSocket._connect
 
-    def stopped(wire: Wire, plain: socket.socket, address: object) -> None:
+    def stopped(wire: AbortableSocket, plain: socket.socket, address: object) -> None:
         wire.abort()
         connect(wire, plain, address)
 
-    monkeypatch.setattr(Wire, "_connect", stopped)
+    monkeypatch.setattr(AbortableSocket, "_connect", stopped)
     with _deaf_server(accepting=False) as port, pytest.raises(OSError, match="closed from this side"):
         Transport(Access(server=f"http://127.0.0.1:{port}")).get("/", 1.0)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from kproxy_core.linux import conntrack
-from kproxy_core.linux.conntrack import Flow, delete_stale_syns, delete_stale_udp, read_udp_flows
+from kproxy_core.linux.conntrack import UdpFlow, delete_stale_syns, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.endpoints import endpoints_of
@@ -299,9 +299,9 @@ def test_flows_have_the_source_of_replies_and_whether_a_rule_translated_them(lab
     assert lab.answer(lab.client(at.external, 53)) == ""
     found = lab.inside.inside(lambda: read_udp_flows(lab.family, {vip, b, external}, sorted))
     assert found == sorted([
-        Flow(client, (vip, 53), (a, 9053), translated=True),
-        Flow(client, (b, 9053), (b, 9053), translated=False),
-        Flow(client, (external, 53), (external, 53), translated=False),
+        UdpFlow(client, (vip, 53), (a, 9053), translated=True),
+        UdpFlow(client, (b, 9053), (b, 9053), translated=False),
+        UdpFlow(client, (external, 53), (external, 53), translated=False),
     ])
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.linux import libnftables
-from kproxy_core.linux.libnftables import Crashed, NoBinding, Refused, complaint, list_chain, list_table
+from kproxy_core.linux.libnftables import (
+    CommandRefused,
+    Crashed,
+    NoBinding,
+    complaint,
+    list_chain,
+    list_table,
+)
 from kproxy_core.linux.libnftables import list_tables as list_all
 from kproxy_core.linux.tracing import RuleTexts, TraceEvent
 from tests.core.cli.test_cli import manifests, node
@@ -87,7 +94,7 @@ def test_one_table_is_read_beside_any_other(installed: Release) -> None:
     assert "meta l4proto tcp accept" in list_table("ip", "plain")
     assert "meta l4proto tcp accept" in list_chain("ip", "plain", "output")
     assert list_table("ip", "none") == ""
-    with pytest.raises(Refused, match="No such file"):
+    with pytest.raises(CommandRefused, match="No such file"):
         list_chain("ip", "plain", "none")
     if installed is BOOKWORM:
         with pytest.raises(Crashed) as crash:
@@ -100,9 +107,9 @@ def test_one_table_is_read_beside_any_other(installed: Release) -> None:
 def test_a_name_is_never_taken_for_a_command(installed: Release) -> None:
     make_foreign("table ip plain { chain output { accept; }; }")
     for name in ("x; delete table ip plain", "x\ndelete table ip plain", "{", ""):
-        with pytest.raises(Refused, match="name that nft cannot read"):
+        with pytest.raises(CommandRefused, match="name that nft cannot read"):
             list_table("ip", name)
-        with pytest.raises(Refused, match="name that nft cannot read"):
+        with pytest.raises(CommandRefused, match="name that nft cannot read"):
             list_chain("ip", "plain", name)
     assert "accept" in list_table("ip", "plain")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kproxy_core.linux import messages as netlink
-from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Request, Span
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationWatch, Refusal
+from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkRequest, Span
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread, RequestError
 from kproxy_core.testing.conformance.privileges import without_privileges
 
 NOTHING = 0xEE << 8
@@ -98,19 +98,19 @@ def test_a_refused_request_fails_with_the_kernels_reason() -> None:
 
 def test_every_refused_request_is_returned() -> None:
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        refused = sock.exchange([Request(NOTHING, 0, bytes(4))] * 3)
+        refused = sock.exchange([NetlinkRequest(NOTHING, 0, bytes(4))] * 3)
     assert [at for at, _ in refused] == [0, 1, 2]
 
 
 def test_without_privileges_no_missing_answer_is_awaited() -> None:
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock, without_privileges():
         with pytest.raises(PermissionError):
-            sock.exchange([Request(NOTHING, 0, bytes(4))] * 3)
-        assert sock.exchange([Request(NOTHING, 0, bytes(4))]) == [Refusal(0, errno.EPERM)]
+            sock.exchange([NetlinkRequest(NOTHING, 0, bytes(4))] * 3)
+        assert sock.exchange([NetlinkRequest(NOTHING, 0, bytes(4))]) == [RequestError(0, errno.EPERM)]
 
 
 def test_more_requests_than_one_batch_holds() -> None:
-    unknown = Request(0xFF, 0, bytes(16))
+    unknown = NetlinkRequest(0xFF, 0, bytes(16))
     with NetlinkSocket.open(NETLINK_ROUTE) as sock:
         assert [at for at, _ in sock.exchange([unknown] * 450)] == [*range(450)]
         assert sock.exchange([]) == []
@@ -138,7 +138,7 @@ class Notified:
     def __init__(self, kernel: Kernel) -> None:
         self.calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
         self.again: float | None = None
-        self.watch = NotificationWatch("test-watch", kernel.client, self._receive)
+        self.watch = NotificationThread("test-watch", kernel.client, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
         self.calls.put(([*datagrams], lost))
@@ -182,7 +182,7 @@ def test_a_watch_reports_lost_notifications() -> None:
     ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.send(b"old")
     calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
-    watch = NotificationWatch(
+    watch = NotificationThread(
         "test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
     try:
         assert calls.get(timeout=10) == ([b"old"], True)

@@ -1,6 +1,6 @@
 """What happened to a packet, from the announcements about rules and flows."""
 
-from kproxy_core.linux.conntrack import Change, Direction, FlowEvent
+from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.tracing import PATIENCE, FindDialled, Match, TracedPacket, TraceEvent, Tracer
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
@@ -8,7 +8,7 @@ from kproxy_core.testing.builders import destinations
 
 CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))
 (ENDPOINT,) = destinations("10.1.2.3:8080")
-WAY = Direction(CLIENT, 40000, VIP, 80)
+WAY = FlowTuple(CLIENT, 40000, VIP, 80)
 TABLE = "kproxy-trace-7"
 
 TO_VIP = Match(Family.IPV4, VIP, Protocol.TCP, 80, None)
@@ -19,16 +19,16 @@ def tracer(match: Match = TO_VIP, dialled: FindDialled | None = None) -> Tracer:
 
 
 def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, packet: int = 1,
-        is_rule: bool = True, way: Direction | None = None) -> TraceEvent:  # fmt: skip
+        is_rule: bool = True, way: FlowTuple | None = None) -> TraceEvent:  # fmt: skip
     return TraceEvent(packet, is_rule, "ip", table, chain, handle, verdict, 6, way)
 
 
 BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
 
 
-def flow(change: Change = Change.NEW, way: Direction = WAY, answered: bool = False, source: Address = CLIENT,
-         endpoint: tuple[Address, int] = ENDPOINT) -> FlowEvent:  # fmt: skip
-    reply = Direction(endpoint[0], endpoint[1], source, way.source_port)
+def flow(change: FlowEventType = FlowEventType.NEW, way: FlowTuple = WAY, answered: bool = False,
+         source: Address = CLIENT, endpoint: tuple[Address, int] = ENDPOINT) -> FlowEvent:  # fmt: skip
+    reply = FlowTuple(endpoint[0], endpoint[1], source, way.source_port)
     return FlowEvent(change, 6, way, reply, answered)
 
 
@@ -44,7 +44,7 @@ def test_a_packet_that_is_forwarded_has_its_rules_its_endpoint_and_the_time_of_t
     made.trace(rule, 1.0)
     made.flow(flow(source=NODE), 1.0)
     assert list(made.finished(1.1)) == []
-    made.flow(flow(Change.UPDATED, answered=True, source=NODE), 1.25)
+    made.flow(flow(FlowEventType.UPDATED, answered=True, source=NODE), 1.25)
     packet = finished(made, 1.25)
     assert packet.rules == [rule]
     assert (packet.endpoint, packet.source, packet.translated) == (ENDPOINT, NODE, True)
@@ -73,7 +73,7 @@ def test_a_chain_s_policy_can_drop() -> None:
 def test_an_endpoint_that_refuses_ends_the_flow_without_an_answer() -> None:
     made = tracer()
     made.flow(flow(), 1.0)
-    made.flow(flow(Change.ENDED), 1.0)
+    made.flow(flow(FlowEventType.ENDED), 1.0)
     packet = finished(made, 1.0)
     assert (packet.refused, packet.endpoint) == (True, ENDPOINT)
 
@@ -90,7 +90,7 @@ def test_other_packets_and_packets_sent_again_are_left_out() -> None:
     made.trace(met("prerouting", "continue", table="kproxy-trace-8", way=WAY, packet=5), 1.0)
     made.trace(met("services", "accept", packet=5), 1.0)
     made.flow(flow(way=WAY._replace(port=81)), 1.0)
-    made.flow(flow(Change.UPDATED, way=WAY._replace(source_port=9)), 1.0)
+    made.flow(flow(FlowEventType.UPDATED, way=WAY._replace(source_port=9)), 1.0)
     assert not made.is_busy
     made.trace(BEGIN, 1.0)
     made.trace(met("services", "accept"), 1.0)
@@ -110,7 +110,7 @@ def test_rules_count_that_are_announced_after_the_flow() -> None:
 
 
 def test_node_ports_and_senders_are_matched() -> None:
-    to_node = Direction(CLIENT, 40000, NODE, 30080)
+    to_node = FlowTuple(CLIENT, 40000, NODE, 30080)
     made = tracer(match=Match(Family.IPV4, None, Protocol.TCP, 30080, CLIENT))
     made.flow(flow(way=to_node._replace(source=VIP)), 1.0)
     made.flow(flow(way=to_node._replace(destination=VIP)), 1.0)
@@ -120,7 +120,7 @@ def test_node_ports_and_senders_are_matched() -> None:
 
 
 def test_connections_straight_to_an_endpoint_count_if_sockets_may_have_dialled_the_frontend() -> None:
-    direct = Direction(CLIENT, 40000, *ENDPOINT)
+    direct = FlowTuple(CLIENT, 40000, *ENDPOINT)
     dialled: dict[str, FindDialled | None] = {
         "no socket is translated": None,
         "unknown": lambda protocol, way: None,

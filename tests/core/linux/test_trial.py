@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.linux.trial import Namespace, TrialUnanswered, ask
+from kproxy_core.linux.trial import TrialFailed, TrialNamespace, run_in_child
 from tests.core.other_user import NOBODY, as_nobody
 
 
@@ -19,12 +19,12 @@ def namespace_id() -> str:
 
 
 def test_a_trial_does_not_affect_the_node() -> None:
-    def question(namespace: Namespace) -> tuple[str, int, list[str], str]:
+    def question(namespace: TrialNamespace) -> tuple[str, int, list[str], str]:
         problem = namespace.enter()
         subprocess.run(["ip", "link", "add", "kpt-trial", "type", "veth"], check=True)
         return problem, os.getpid(), [name for _, name in socket.if_nameindex()], namespace_id()
 
-    problem, pid, interfaces, where = ask(question)
+    problem, pid, interfaces, where = run_in_child(question)
     assert problem == ""
     assert pid != os.getpid()
     assert "kpt-trial" in interfaces
@@ -33,11 +33,11 @@ def test_a_trial_does_not_affect_the_node() -> None:
 
 
 def test_before_it_enters_a_namespace_the_fork_sees_the_node() -> None:
-    assert ask(lambda _: namespace_id()) == namespace_id()
+    assert run_in_child(lambda _: namespace_id()) == namespace_id()
 
 
 def test_a_big_answer_arrives() -> None:
-    assert ask(lambda _: b"x" * 3_000_000) == b"x" * 3_000_000
+    assert run_in_child(lambda _: b"x" * 3_000_000) == b"x" * 3_000_000
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_a_big_answer_arrives() -> None:
     ids=["crash", "exit", "error"],
 )
 def test_a_fork_that_crashes_gives_no_answer(how: object, told: str) -> None:
-    with pytest.raises(TrialUnanswered, match=told):
-        ask(how)  # type: ignore[arg-type]
+    with pytest.raises(TrialFailed, match=told):
+        run_in_child(how)  # type: ignore[arg-type]
 
 
 def test_a_fork_that_hangs_is_killed() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text().split()
-    with pytest.raises(TrialUnanswered, match=r"no answer within 0\.1 s"):
-        ask(lambda _: time.sleep(600), timeout=0.1)
+    with pytest.raises(TrialFailed, match=r"no answer within 0\.1 s"):
+        run_in_child(lambda _: time.sleep(600), timeout=0.1)
     assert set(children.read_text().split()) <= set(before)
 
 

@@ -17,7 +17,7 @@ from kproxy_core.config.settings import resolve
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe import events as recorder_module
-from kproxy_core.observe.events import SAME_AGAIN, Event, EventRecorder, NotWritten
+from kproxy_core.observe.events import SAME_AGAIN, ClusterEvent, EventRecorder, NotWritten
 from tests.core.namespaces import namespace
 
 PATIENT = """
@@ -202,7 +202,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.written: list[Event] = []
+        self.written: list[ClusterEvent] = []
         self.events = EventRecorder(
             "node1", lambda event, _: self.written.append(event), clock=lambda: self.now)
 
@@ -229,7 +229,7 @@ def test_a_flood_of_events_is_limited() -> None:
 
 
 def test_an_event_that_can_not_be_written_affects_no_other() -> None:
-    def write(event: Event, _: int) -> None:
+    def write(event: ClusterEvent, _: int) -> None:
         if event.reason == "Bad":
             raise ValueError("a mistake")
         if event.reason == "Refused":

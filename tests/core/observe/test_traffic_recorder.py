@@ -53,7 +53,7 @@ def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatc
     made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
     monkeypatch.setattr(made.failures, "start", lambda add_volumes: None)
     monkeypatch.setattr(made.failures, "read", lambda: None)
-    monkeypatch.setattr("kproxy_core.observe.traffic.are_counted", lambda: False)
+    monkeypatch.setattr("kproxy_core.observe.traffic.accounting_enabled", lambda: False)
     made.start()
     return made
 

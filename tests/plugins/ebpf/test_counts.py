@@ -55,7 +55,7 @@ def where() -> Iterator[Namespace]:
 @pytest.fixture
 def backend(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[EbpfBackend]:
     """Programs that translate and count, without rules."""
-    monkeypatch.setattr("kproxy_ebpf.backend.are_counted", lambda: True)
+    monkeypatch.setattr("kproxy_ebpf.backend.accounting_enabled", lambda: True)
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
     made = EbpfBackend(Rules(), BackendSettings(tuple(Family), options=options, count_traffic=True))
     assert made.begin()

@@ -14,7 +14,7 @@ BOTH = BackendSettings((V4, V6))
 
 def tried(settings: BackendSettings) -> Detection:
     """Detect as ``kproxy modes --probe`` does."""
-    return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
+    return trial.run_in_child(lambda namespace: detect(settings, namespace, load_modules=False))
 
 
 def what(detection: Detection) -> dict[str, bool]:

@@ -19,7 +19,7 @@ def _a_scheduler_that_no_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tried(settings: BackendSettings = BOTH) -> Detection:
     """Detect as ``kproxy modes --probe`` does."""
-    return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
+    return trial.run_in_child(lambda namespace: detect(settings, namespace, load_modules=False))
 
 
 def test_unknown_scheduler_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kproxy_core.linux.conntrack import Flow
+from kproxy_core.linux.conntrack import UdpFlow
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
@@ -114,8 +114,8 @@ def test_short_circuit_has_the_connections_of_its_frontends(protocol: str) -> No
 
 def test_untranslated_flows_are_counted() -> None:
     client, dns = parse_address("192.0.2.10"), (VIP, 53)
-    flows = [Flow(client, dns, ONE, translated=False)] * 2 + [
-        Flow(client, dns, ONE, translated=True), Flow(VIP, dns, TWO, translated=False),
+    flows = [UdpFlow(client, dns, ONE, translated=False)] * 2 + [
+        UdpFlow(client, dns, ONE, translated=True), UdpFlow(VIP, dns, TWO, translated=False),
     ]  # fmt: skip
     to_dns = Frontend(VIP, Protocol.UDP, 53)
     assert count_untranslated(flows) == {Translation(to_dns, ONE): 2, Translation(to_dns, TWO): 1}

@@ -31,7 +31,7 @@ def nft(command: str) -> str:
 
 def tried() -> Detection:
     """Detect as ``kproxy modes --probe`` does."""
-    return trial.ask(lambda namespace: detect(BOTH, namespace, load_modules=False))
+    return trial.run_in_child(lambda namespace: detect(BOTH, namespace, load_modules=False))
 
 
 def test_each_feature_is_tried_in_a_namespace_and_leaves_no_trace() -> None:
@@ -109,7 +109,7 @@ WITH_FLOWTABLE = BackendSettings(families=tuple(Family), options={"flowtable": [
 
 def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy_nftables.detect.FLOW_OFFLOAD", UNHEARD)
-    found = trial.ask(lambda namespace: detect(WITH_FLOWTABLE, namespace, load_modules=False))
+    found = trial.run_in_child(lambda namespace: detect(WITH_FLOWTABLE, namespace, load_modules=False))
     assert found.usable, found.because
     optional = [r.found for r in found.requirements if "quantum lookup" in r.what]
     assert len(optional) == 2
@@ -122,7 +122,7 @@ def test_the_probe_tells_whether_tables_can_have_an_owner(
 ) -> None:
     monkeypatch.setattr("kproxy_nftables.detect.PERSIST", flags)
     owning = BackendSettings(families=tuple(Family), own_tables=True)
-    found = trial.ask(lambda namespace: detect(owning, namespace, load_modules=False))
+    found = trial.run_in_child(lambda namespace: detect(owning, namespace, load_modules=False))
     assert found.usable, found.because
     (owned,) = [r for r in found.requirements if "only kproxy can change" in r.what]
     assert owned.met

@@ -21,7 +21,7 @@ BOTH = BackendSettings(tuple(Family))
 
 def tried(settings: BackendSettings = BOTH) -> Detection:
     """Detect as ``kproxy modes --probe`` does."""
-    return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
+    return trial.run_in_child(lambda namespace: detect(settings, namespace, load_modules=False))
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
