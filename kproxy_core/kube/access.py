@@ -16,13 +16,10 @@ import msgspec
 
 import kproxy_core
 
-# The configuration of the API client, as loaded by the kubernetes package in a child process.
-#
-# Importing that package costs 5 to 30 MiB, see `loader`. The child hands back what a connection needs and
-# ends; it is started again when a file changes, the credentials expire or the API server answers 401.
-
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Directory with the token and the CA that the kubelet mounts into a pod."""
+
+PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
 
 LOAD_SECONDS = 60
 """Timeout in seconds for loading, including a credential plugin."""
@@ -61,21 +58,25 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generated: bool = False
     """The credentials are from a plugin or provider, which may return others at any time."""
     problem: str = ""
-    """The reason why nothing else is set."""
+    """Why loading failed; other fields have defaults then."""
 
 
 class Load:
-    """A configuration that a child process is loading."""
+    """A configuration that a child process is loading with the kubernetes package.
+
+    Importing that package costs 5 to 30 MiB, see `loader`. The child returns what a connection needs and
+    ends; it is started again when a file changes, the credentials expire or the API server answers 401.
+    """
 
     def __init__(self, master: str, kubeconfig: str, service_account: str = SERVICE_ACCOUNT) -> None:
         """Start to load *kubeconfig*, with *master* in place of its server; with neither, the pod's own.
 
         Raises OSError.
         """
-        # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
+        # The import path is not passed in the environment, which a plugin inherits: it may be Python too.
         path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.kube.loader import main; main()"
-        # In a session of its own, so that a plugin ends with it.
+        # In a session of its own, so that a plugin is killed with it.
         self._child = subprocess.Popen(
             [sys.executable, "-S", "-c", program, master, kubeconfig, service_account],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
@@ -124,13 +125,8 @@ def stamp(path: str) -> Stamp | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-# An API server and the credentials for it, kept up to date while the process runs.
-
-PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
-
-
 class AccessError(Exception):
-    """The options do not tell how to reach the API server; the message names the option and the reason."""
+    """The options do not lead to an API server; the message names the option and the reason."""
 
 
 class Access(Loaded, frozen=True, kw_only=True):
@@ -265,7 +261,7 @@ def _tls(loaded: Loaded) -> ssl.SSLContext:
 
 @contextmanager
 def _in_memory(data: str) -> Iterator[str]:
-    """Name a file, on no disk, from which OpenSSL can read *data*."""
+    """Yield the path of a file in memory from which OpenSSL can read *data*."""
     handle = os.memfd_create("kproxy")
     try:
         os.write(handle, data.encode())
@@ -286,7 +282,7 @@ class CurrentAccess:
         self._now: Access | None = None
 
     def begin(self) -> None:
-        """Start loading, so that `now` waits for less. Raises AccessError."""
+        """Start loading, so that `now` waits less. Raises AccessError."""
         self._load = AccessLoad(*self._options)
 
     @property
@@ -299,7 +295,10 @@ class CurrentAccess:
             return self._now
 
     def renew(self, refused: Access) -> None:
-        """Load the options again if that may replace *refused* credentials. AccessError changes nothing."""
+        """Load the options again if that may replace *refused* credentials.
+
+        Raises AccessError, having changed nothing.
+        """
         with self._lock:
             if self._now is refused and (refused.generated or refused.is_outdated()):
                 self._now = load_access(*self._options)

@@ -42,15 +42,15 @@ Name = tuple[str, str]
 """Namespace ("" for kinds that have none) and name."""
 
 UNDECODABLE = (msgspec.MsgspecError, RecursionError, ValueError)
-"""Errors of msgspec for bytes or values of no use: ValueError for text that is not UTF-8 and for huge
-numbers, RecursionError for deep nesting."""
+"""Errors of msgspec for invalid bytes or values: ValueError for text that is not UTF-8 and for huge numbers,
+RecursionError for deep nesting."""
 
 MAX_OBJECT_BYTES = 3 << 20
 """Size in bytes of the largest object that an API server accepts; larger ones are not decoded."""
 
 
 class Malformed(Exception):
-    """Neither JSON nor protobuf, or not of the shape that the API promises for a list or a watch event."""
+    """Neither JSON nor protobuf, or not a list or watch event of the API."""
 
 
 class StatusDetails(Struct, frozen=True, gc=False, rename="camel"):
@@ -136,16 +136,16 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     struct: type[W]
     read: Callable[[W], Reading[V]]
     make_gone: Callable[[Name], events.Event] | None = None
-    """Makes the event for an object that was deleted or became useless; None: no such event exists."""
+    """Makes the event for an object that was deleted or is not for this proxy; None: no such event exists."""
     namespaced: bool = True
     optional: bool = False
-    """Older servers do not have this kind, and older roles do not allow to read it."""
+    """Older servers do not serve this kind, and older roles do not allow reading it."""
 
     @property
     def path(self) -> str:
         return f"/{'apis' if '/' in self.api_version else 'api'}/{self.api_version}/{self.plural}"
 
-    # Made when they are first needed: a start needs a decoder of lines for each kind, and no other.
+    # Created on first use: a start needs a decoder of lines for each kind, and no other.
 
     @cached_property
     def _decode(self) -> Callable[[bytes | Raw], W]:
@@ -212,7 +212,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
         return WatchEvent(line.type, (meta and meta.resource_version) or "", self.from_json(line.object))
 
     def _undecodable(self, refused: FieldError, data: bytes | Raw) -> Reading[V]:
-        """Return the refusal of an object that can't be decoded, with its name if that can be."""
+        """Return the refusal of an object that can't be decoded, with its name if possible."""
         try:
             meta = _decode_identified(data).metadata or _Identity()
         except UNDECODABLE:

@@ -37,7 +37,7 @@ from kproxy_core.model.events import (
 from kproxy_core.model.service import EndpointSlice, ServiceName
 from kproxy_core.model.timing import Backoff
 
-# Manifest files, from bytes to readings of the API objects in them.
+log = logging.getLogger("kproxy.sources")
 
 RESOURCES: dict[str, decode.Resource[Any, Any]] = {
     resource.kind: resource
@@ -50,10 +50,28 @@ RESOURCES: dict[str, decode.Resource[Any, Any]] = {
 Key = tuple[str, tuple[str, str]]
 """Kind, and namespace and name, of an object."""
 
-_MAX_LISTS = 4
-"""Limit for the nesting of Lists."""
 MOST_STRAY = 1000
 """Limit for documents and items that are no API objects: a file with more of them is no manifest."""
+_MAX_LISTS = 4
+"""Limit for the nesting of Lists."""
+MAX_BYTES = 16 << 20
+"""Limit in bytes for a manifest."""
+
+GRACE = 0.02
+"""Delay in seconds before a missing file counts as deleted, and before an unclosed file is read."""
+_LONGEST_HOLD = 2 * GRACE
+"""Upper bound in seconds for which changes wait for earlier removals: files may vanish all the time."""
+_DOUBT = 1.0
+"""Seconds without a write after which a file that appeared with broken content is final."""
+_BATCH = 256
+"""Files between two deliveries of events in a scan."""
+_FINAL = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+"""Errors of reading that persist until the file changes, which is noticed; all others may be temporary."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+"""Errors not due to the file: until such files were read, not everything that exists is known."""
+
+
+# Manifests.
 
 
 class _Head(Struct, frozen=True, rename="camel"):
@@ -68,10 +86,12 @@ _decode_items = msgspec.json.Decoder(list[Raw] | None).decode
 
 @dataclass(slots=True)
 class Manifest:
+    """The API objects in one file."""
+
     objects: list[tuple[Key, Any]] = field(default_factory=list)
-    """Every object with a usable name, and its `Reading.value`, in the order of the file."""
+    """Every object with a valid name, and its `Reading.value`, in the order of the file."""
     bad: list[BadObject] = field(default_factory=list)
-    """The problems in the file, at most `MOST_COMPLAINTS` and one that counts the rest."""
+    """Problems in the file, at most `MOST_COMPLAINTS` and one that counts the rest."""
     stray: int = 0
     """Documents and items that are no API objects."""
 
@@ -92,8 +112,8 @@ class Manifest:
 def read_manifest(name: str, data: bytes) -> Manifest:
     """Return the objects in *data*, the content of the file *name*.
 
-    It is read as JSON if the name or the first character says so, else as YAML. Raises Malformed if the file
-    as a whole is neither.
+    Reads JSON if the name or the first character says so, else YAML. Raises Malformed if the file as a whole
+    is neither.
     """
     if not data or data.isspace():
         raise decode.Malformed("is empty")
@@ -154,7 +174,7 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
 def _collect_items(
     manifest: Manifest, where: str, head: _Head, resource: decode.Resource[Any, Any] | None, lists: int
 ) -> None:
-    """Add the items of a list: of *resource*, or None: each of the kind that it names itself."""
+    """Add the items of a list. *resource* is the kind of its items; None: each item names its own."""
     if lists > _MAX_LISTS:
         return manifest._complain(head.kind, where, "", "lists are nested too deeply")
     try:
@@ -174,34 +194,35 @@ def _group(version: str) -> str:
     return version.rpartition("/")[0]
 
 
-# The objects of all manifest files, and the events that follow when files change.
-#
-# If several files hold an object, the first file by name is used, and the next one when that is deleted.
-# An object that becomes invalid keeps its last good version, as an API server would have refused the
-# update; so do all objects of a malformed file. Endpoints are mirrored as EndpointSlices while their
-# Service has none.
-
 Values = dict[Key, Any]
 """The `Reading.value` of each object."""
 
 
 class Inventory:
-    """The objects of all files. Nodes other than *node_name* are ignored."""
+    """The objects of all manifests, and the events that follow when files change.
+
+    If several files hold an object, the first file by name is used, and the next one when that is deleted. An
+    object that becomes invalid keeps its last valid version, as an API server would have refused the update;
+    so do all objects of a malformed file. Endpoints are mirrored as EndpointSlices while their Service has
+    none.
+
+    Nodes other than *node_name* are ignored.
+    """
 
     def __init__(self, node_name: str) -> None:
         self._node_name = node_name
         self._files: dict[str, Values] = {}
         self._holders: dict[Key, tuple[str, ...]] = {}
-        """The files that hold an object, sorted: the first one is used."""
+        """Files that hold an object, sorted: the first one is used."""
         self._bad: dict[str, frozenset[BadObject]] = {}
-        """The problems reported for each file, as long as it has them."""
+        """Problems reported for each file, as long as it has them."""
         self._failures: dict[str, str] = {}
         self._spares: dict[Key, frozenset[str]] = {}
-        """The unused files of an object that have been reported."""
+        """Unused files of an object that have been reported."""
         self._own_slices: Counter[ServiceName] = Counter()
-        """The number of slices of each Service that mirror nothing."""
+        """Number of slices of each Service that are not mirrors."""
         self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
-        """The slices announced for Endpoints objects."""
+        """Slices delivered for Endpoints objects."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -230,7 +251,7 @@ class Inventory:
         return [BadObject("file", shown(file), "", problem)]
 
     def _take(self, file: str, manifest: Manifest, before: Values) -> list[BadObject]:
-        """Record the new content of *file*. Put the values used so far, of changed objects, into *before*."""
+        """Record the new content of *file*. Put the previous values of changed objects into *before*."""
         old = self._files.get(file, {})
         new: Values = {}
         bad = list(manifest.bad)
@@ -265,7 +286,7 @@ class Inventory:
         return [problem for problem in dict.fromkeys(bad) if problem not in reported]
 
     def _value(self, key: Key) -> Any:
-        """Return the value used for the object *key*; None: there is none, or it is not for this proxy."""
+        """Return the value used for the object *key*; None: it does not exist, or is not for this proxy."""
         holders = self._holders.get(key)
         value = self._files[holders[0]].get(key) if holders else None
         return None if isinstance(value, (ServiceGone, SliceGone)) else value
@@ -310,7 +331,7 @@ class Inventory:
             yield SliceGone(name)
 
     def _report_spares(self, key: Key) -> Iterator[BadObject]:
-        """Report each file that holds *key* but is not used for it, once."""
+        """Report, once, each file that holds *key* but is not used for it."""
         first, *spares = self._holders.get(key, ("",))
         reported = self._spares.pop(key, frozenset())
         if spares:
@@ -325,37 +346,14 @@ def _report(key: Key, problem: str) -> BadObject:
     return BadObject(kind, f"{namespace}/{name}" if namespace else name, "", problem)
 
 
-# Services, endpoints and nodes from a directory of manifests, followed as they change.
-#
-# The kernel reports changes in the directory (inotify); nothing is polled, and a change costs the files
-# that it touches. A file is read when its writer closes it or renames it into place. A file that vanishes
-# is given a moment to return, because many programs replace a file by removing it first; later changes
-# wait as long, so that all take effect in order. A file that can't be read for lack of resources is read
-# again until it can.
-
-log = logging.getLogger("kproxy.sources")
-
-GRACE = 0.02
-"""Seconds before a missing file is gone, and a file that is written but not closed is read."""
-_LONGEST_HOLD = 2 * GRACE
-"""Limit in seconds for which changes wait for removals before them: files may vanish all the time."""
-_DOUBT = 1.0
-"""Seconds without a write after which a file that appeared with broken content is final."""
-MAX_BYTES = 16 << 20
-"""Limit in bytes for a manifest."""
-_BATCH = 256
-"""Files between two deliveries of events in a scan."""
-_FINAL = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
-"""Errors of reading that only a change to the file ends, which is noticed; all others may pass."""
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
-"""Errors that are no fault of the file: until such files were read, not everything that exists is known."""
+# The source.
 
 Content = Manifest | Malformed | None
 """None: there is no such file."""
 
 
 class _Why(enum.Enum):
-    """The reason for reading a file in a moment."""
+    """The reason for reading a file a little later."""
 
     VANISHED = enum.auto()
     LINKED = enum.auto()
@@ -367,10 +365,16 @@ class _Why(enum.Enum):
 
 
 class DirectorySource:
-    """Delivers the objects in the manifests in directory *path*, for the node *node_name*.
+    """Delivers the objects in the manifests in directory *path*, for the node *node_name*, and their changes.
 
     Manifests are the files ``*.yaml``, ``*.yml`` and ``*.json`` in the directory itself. It may be created
     later, deleted and created again; while it is missing, its last state is kept.
+
+    The kernel reports changes (inotify): nothing is polled, and a change costs only the files that it
+    touches. A file is read when its writer closes it or renames it into place. A file that vanishes counts as
+    deleted after a grace period, because many programs replace a file by removing it first; later changes
+    wait as long, so that all take effect in order. A file that can't be read for lack of resources is
+    retried.
     """
 
     kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
@@ -386,11 +390,11 @@ class DirectorySource:
         self._due: dict[str, tuple[float, _Why]] = {}
         """Manifests to read, and when (monotonic seconds)."""
         self._certain_at = 0.0
-        """Time at which all files that vanished are gone for certain (monotonic seconds)."""
+        """Time at which all vanished files count as deleted (monotonic seconds)."""
         self._unread: dict[str, int | None] = {}
-        """The errno of manifests, and under "" of the directory, that could not be read when tried last."""
+        """The errno of manifests, and under "" of the directory, whose last reading failed."""
         self._retry_at: float | None = None
-        """Time at which all of them are tried again (monotonic seconds)."""
+        """Time at which all of them are read again (monotonic seconds)."""
         self._backoff = Backoff()
         self._scanned = False
         self._complete = False
@@ -409,7 +413,7 @@ class DirectorySource:
         self._watch.close()
 
     def _run(self) -> Iterator[float | None]:
-        """Read the directory, and follow its changes. Yield the seconds to wait for the next at most."""
+        """Read the directory, and follow its changes. Yield the timeout in seconds for the next one."""
         self._renew()
         changes: dict[str, Content] = {}
         at_the_latest = apply_at = 0.0  # by the monotonic clock; 0: at once
@@ -511,7 +515,7 @@ class DirectorySource:
                 self._look_later(name, _Why.VANISHED)
 
     def _is_settled(self, name: str, mask: int) -> bool:
-        """Return whether a manifest is complete right after *mask*. If it may be later, schedule it."""
+        """Return whether a manifest is complete after the change *mask*. Schedule one that is not yet."""
         if mask & (files.CLOSE_WRITE | files.MOVED_TO):
             return True
         if mask & (files.DELETE | files.MOVED_FROM):
@@ -601,7 +605,7 @@ class DirectorySource:
             log.info("all manifests can be read again")
 
     def _note_links(self, names: Iterable[str]) -> None:
-        """Watch the targets of the new links among *names*, which are read next."""
+        """Watch the targets of new links among *names* before these are read."""
         paths = {name: self._path_of(name) for name in names}
         links = {name for name, path in paths.items() if os.path.islink(path)}
         if links - self._links or (paths.keys() - links) & self._links:

@@ -1,4 +1,4 @@
-"""The child process of `loading`: the only module that imports the kubernetes package.
+"""The child process of `access.Load`: the only module that imports the kubernetes package.
 
 Its arguments are a URL, a kubeconfig (both may be "") and the directory of the service account. It prints a
 `Loaded` as JSON.
@@ -30,7 +30,7 @@ _MAX_BYTES = 4 << 20
 """Limit in bytes for a kubeconfig."""
 
 _MOST_MEMORY = 512 << 20
-"""Limit in bytes for the data of this process, which holds all that a plugin prints, and of the plugin."""
+"""Limit in bytes for the memory of this process, which holds the plugin's whole output, and of the plugin."""
 
 _IN_MEMORY = "/dev/shm"
 """Directory in which the kubernetes package writes inlined keys to files while it loads."""
@@ -153,7 +153,7 @@ def _from_kubeconfig(path: str, master: str) -> Loaded:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Bound what a plugin can have this process hold; its own data is bounded as well."""
+    """Bound the plugin's output that this process holds, and the plugin's own memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or hard > _MOST_MEMORY:
         resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, hard))

@@ -21,12 +21,15 @@ from kproxy_core.kube import decode, wire
 from kproxy_core.kube.reading import FieldError, Reading, read_endpoints, shown
 from kproxy_core.model.service import Endpoint
 
-# The protobuf messages of Kubernetes 1.36: only the fields that a proxy reads. Parsing skips all others.
-#
-# Numbers and types are those of the API's generated.proto files: core/v1, discovery/v1, networking/v1,
-# meta/v1 and runtime. Field names are those of `objects.wire`. Two types differ: ``map`` is a map of
-# strings, and ``bytes`` also stands for a message that `convert` parses on its own, because the same few
-# values recur in thousands of objects.
+T = TypeVar("T")
+V = TypeVar("V")
+W = TypeVar("W", bound=decode.HasMetadata)
+
+MAGIC = b"k8s\x00"
+"""First bytes of every answer."""
+
+_INVALID = "is not a valid protobuf message"
+_PACKAGE = "kproxy"
 
 _MESSAGES = {
     # runtime and meta/v1
@@ -77,8 +80,13 @@ _MESSAGES = {
     "ServiceCIDR": "metadata=1 ObjectMeta, spec=2 ServiceCIDRSpec",
     "ServiceCIDRSpec": "cidrs=1 repeated string",
 }
+"""The protobuf messages of Kubernetes 1.36, with the fields that a proxy reads. Parsing skips all others.
 
-_PACKAGE = "kproxy"
+Numbers and types are those of the API's generated.proto files: core/v1, discovery/v1, networking/v1, meta/v1
+and runtime. Field names are those of `wire`. Two types differ: ``map`` is a map of strings, and ``bytes``
+also stands for a message that is parsed and cached on its own, because the same few values recur in thousands
+of objects.
+"""
 
 
 def message_classes(messages: Mapping[str, str]) -> Callable[[str], Any]:
@@ -91,7 +99,7 @@ def message_classes(messages: Mapping[str, str]) -> Callable[[str], Any]:
 def _described(messages: Mapping[str, str]) -> bytes:
     """Return *messages* as a serialized file descriptor.
 
-    Of an edition with field presence, like proto2, and in which strings must be UTF-8, as proto2's need not.
+    Its edition has field presence, as proto2, and requires strings in UTF-8, which proto2 does not.
     """
     file = FileDescriptorProto(name="kproxy.proto", package=_PACKAGE, syntax="editions", edition=EDITION_2023)
     for name, fields in messages.items():
@@ -132,12 +140,8 @@ def parser(name: str) -> Any:
     return _message(name).FromString
 
 
-# Parsed protobuf messages to the structs that JSON is decoded to, so that both are read alike.
-#
-# An API server sends "" and 0 in protobuf for most fields that JSON leaves out; the readings do not
-# differ.
-
-T = TypeVar("T")
+# Conversion to the structs that JSON is decoded to, so that both are read alike. An API server sends "" and 0
+# in protobuf for most fields that JSON omits; the readings do not differ.
 
 _parse_endpoint = parser("Endpoint")  # not looked up each time: most messages are endpoints
 
@@ -279,29 +283,20 @@ def _slice_port(raw: bytes) -> wire.SlicePort:
     return wire.SlicePort(message.name, message.protocol, message.port)
 
 
-# API objects, lists and watch events, from protobuf to readings.
-#
-# Every answer is an envelope: the magic bytes and a runtime.Unknown with the kind and the bytes of the
-# object. The items of a list are parsed one by one: a bad object refuses only itself, and only one is in
-# memory as messages.
-
-W = TypeVar("W", bound=decode.HasMetadata)
-V = TypeVar("V")
-
-MAGIC = b"k8s\x00"
-"""First bytes of every answer."""
-
 _CONVERT: dict[str, Callable[[Any], Any]] = {
     "Service": to_service, "EndpointSlice": to_slice, "Node": to_node,
     "ServiceCIDR": to_service_cidr,
 }
 """The kinds that an API server is asked for."""
 
-_INVALID = "is not a valid protobuf message"
-
 
 class ProtobufDecoder(Generic[W, V]):
-    """Decodes objects of one kind from protobuf, as their `Resource` does from JSON."""
+    """Decodes objects of one kind from protobuf, as their `Resource` does from JSON.
+
+    Every answer is an envelope: the magic bytes and a runtime.Unknown with the kind and the bytes of the
+    object. The items of a list are parsed one by one: an invalid object refuses only itself, and only one is
+    in memory as messages.
+    """
 
     def __init__(self, resource: decode.Resource[W, V]) -> None:
         self._resource = resource
@@ -345,7 +340,7 @@ class ProtobufDecoder(Generic[W, V]):
             return self._refused(_INVALID, raw)
 
     def _refused(self, problem: str, raw: bytes) -> Reading[V]:
-        """Return the refusal of an object that can't be parsed, with its name if that can be."""
+        """Return the refusal of an object that can't be parsed, with its name if possible."""
         try:
             meta = parser("Identified")(raw).metadata
             name, namespace = meta.name, meta.namespace

@@ -42,12 +42,21 @@ from kproxy_core.model.service import (
     SlicePort,
 )
 
-# The result of decoding one API object, and the checks that all kinds share.
-
 M = TypeVar("M", bound=wire.ObjectMeta)
 N = TypeVar("N", bound=tuple[str, str])
+T = TypeVar("T")
 V = TypeVar("V")
 W = TypeVar("W")
+
+AFFINITY_SECONDS = 10800
+"""The API server's default for the timeout of ClientIP affinity."""
+MAX_ENDPOINTS = 1000
+MAX_PORTS = 20_000
+"""Limits of the API server for one slice."""
+MAX_DESTINATIONS = 100_000
+"""Limit for endpoints times ports, far above any real slice, to bound memory."""
+DELETION_TAINT = "ToBeDeletedByClusterAutoscaler"
+"""Set by the cluster autoscaler before it removes the node: load balancers should avoid it (KEP-3836)."""
 
 PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} | {
     protocol.name: protocol for protocol in Protocol
@@ -62,20 +71,27 @@ _LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
 is_label = re.compile(_LABEL).fullmatch
 _is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
 
+_MAX_AFFINITY_SECONDS = 86400
+_TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
+_FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
+_NO_CONDITIONS = wire.Conditions()
+_NOWHERE: frozenset[str] = frozenset()
+_new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
+
 
 class Reading(Struct, Generic[V], frozen=True, gc=False):
     """One API object, read."""
 
     name: tuple[str, str] | None
-    """Namespace ("" for kinds that have none) and name; None: they are unusable too."""
+    """Namespace ("" for kinds that have none) and name; None: they are invalid."""
     value: V | None
     """The decoded object; None: it is refused as a whole, for the reason in `bad`."""
     bad: tuple[BadObject, ...] = ()
-    """The parts that could not be used."""
+    """The invalid parts."""
 
 
 class FieldError(Exception):
-    """An object is unusable as a whole because of one field."""
+    """An invalid field. Raised if it makes the whole object unusable."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(field, problem)
@@ -84,7 +100,7 @@ class FieldError(Exception):
 
 
 class FieldErrors(list[FieldError]):
-    """The problems of one object. A list, because nearly every object has none: it is made quickly."""
+    """The invalid fields of one object. A list, which is created quickly: nearly every object has none."""
 
     __slots__ = ()
 
@@ -92,13 +108,13 @@ class FieldErrors(list[FieldError]):
         self.append(FieldError(field, problem))
 
     def bad(self, kind: str, namespace: str | None, name: str | None) -> tuple[BadObject, ...]:
-        """Return the problems as those of the object *name*."""
+        """Return the errors as those of the object *name*."""
         name = f"{namespace}/{name}" if namespace and name else name or ""
         return tuple(BadObject(kind, shown(name), found.field, found.problem) for found in self)
 
 
 ReadPorts = Callable[[Sequence[W], str, FieldErrors], tuple[V, ...]]
-"""Returns the usable ones of an object's ports, which are at a path in it."""
+"""Returns the valid ones of an object's ports, which are at a path in it."""
 
 
 def shown(text: str, limit: int = 80) -> str:
@@ -142,9 +158,9 @@ def read_namespaced(
 
 
 def share_ports(read: ReadPorts[W, V]) -> ReadPorts[W, V]:
-    """Let the function *read* return one tuple for equal good ports: most objects have those of others.
+    """Cache the results of *read* for valid ports, because most objects have the same ports as others.
 
-    Only a few ports of one object are cached, to bound memory.
+    Objects with many ports are not cached, to bound memory.
     """
     @lru_cache(maxsize=1024)
     def read_good(ports: tuple[W, ...]) -> tuple[V, ...]:
@@ -218,19 +234,8 @@ def quoted(text: str | None, limit: int = 60) -> str:
     return ascii(text if len(text) <= limit else text[:limit] + "...")
 
 
-# Services, from the wire to the model.
-#
-# As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields get the API server's
-# defaults.
-
-AFFINITY_SECONDS = 10800
-"""The API server's default for the timeout of ClientIP affinity."""
-_MAX_AFFINITY_SECONDS = 86400
-_TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
-_FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
-
-T = TypeVar("T")
-
+# Services, as in kube-proxy 1.36 (pkg/proxy/serviceport.go, pkg/proxy/util). Absent fields get the API
+# server's defaults.
 
 def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
     """Read *obj*; ServiceGone if this proxy does not serve it."""
@@ -431,19 +436,8 @@ def _created(stamp: str | None, found: FieldErrors) -> str:
         return ""
 
 
-# EndpointSlices, from the wire to the model.
-#
-# As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API server's defaults.
-
-MAX_ENDPOINTS = 1000
-"""Limit of the API server for one slice."""
-MAX_PORTS = 20_000
-"""Limit of the API server for one slice."""
-MAX_DESTINATIONS = 100_000
-"""Limit for endpoints times ports, far above any real slice, to bound memory."""
-_ADDRESS_TYPES = {family.label: family for family in Family}
-_new = tuple.__new__
-
+# EndpointSlices, as in kube-proxy 1.36 (pkg/proxy/endpointslicecache.go). Absent fields get the API server's
+# defaults.
 
 def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
     """Read *obj*; SliceGone if it can't belong to a Service that is served."""
@@ -465,7 +459,7 @@ def _to_slice(
         return SliceGone(name)
     if not obj.address_type:
         raise FieldError("addressType", "is missing")
-    family = _ADDRESS_TYPES.get(obj.address_type)
+    family = _FAMILIES.get(obj.address_type)
     if family is None:
         raise FieldError("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
     service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
@@ -562,10 +556,6 @@ def read_endpoints(entries: Iterable[wire.Endpoint | Endpoint]) -> list[Endpoint
     return found
 
 
-_NO_CONDITIONS = wire.Conditions()
-_NOWHERE: frozenset[str] = frozenset()
-
-
 def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:
     return _shared_names(tuple([hint.name or "" for hint in hints])) if hints else _NOWHERE
 
@@ -590,14 +580,15 @@ def read_trigger_time(stamp: str, found: FieldErrors) -> float | None:
     return None
 
 
-# Endpoints objects as the EndpointSlices that a control plane would make of them.
-#
-# Kubernetes 1.36, pkg/controller/endpointslicemirroring. There it is done only for Services without a
-# selector, as a controller makes the slices of the others. Where no controller runs, the selector does
-# not matter: whatever Endpoints exist were written for use.
+# Endpoints.
 
 def mirror_endpoints(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
-    """Read the slices that mirror *obj*, one for each subset and family; none if it is not to be mirrored."""
+    """Read the EndpointSlices that mirror *obj*, one for each subset and family; none if it opts out.
+
+    As Kubernetes 1.36 (pkg/controller/endpointslicemirroring), which mirrors only for Services without a
+    selector, because a controller makes the slices of the others. Where no controller runs, the selector does
+    not matter.
+    """
     meta = obj.metadata or wire.EndpointsMeta()
     subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
 
@@ -651,11 +642,7 @@ def _mirror_subset(
     ]
 
 
-# Nodes and ServiceCIDRs: from the wire to the model.
-
-DELETION_TAINT = "ToBeDeletedByClusterAutoscaler"
-"""Set by the cluster autoscaler before it removes the node: load balancers should avoid it (KEP-3836)."""
-
+# Nodes and ServiceCIDRs.
 
 def read_node(obj: wire.Node) -> Reading[NodeSet]:
     """Read any Node; the source selects this node's own."""

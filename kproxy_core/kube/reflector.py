@@ -40,15 +40,55 @@ from kproxy_core.kube.transport import (
 from kproxy_core.model.events import BadObject, Complete, Emit, Event, limit_complaints
 from kproxy_core.model.timing import STABLE, Backoff, TokenBucket
 
-# Logs each problem with an API server once, however many threads meet it and however often.
-
 log = logging.getLogger("kproxy.sources")
+
+MOST_HELD = 512 << 20
+"""Limit in bytes for the encodings of all objects of one kind, far above those of the largest clusters."""
+
+_PER_OBJECT = 1 << 10
+"""Bytes added to the encoding of each object: a small one takes more in memory."""
+
+WATCH_SECONDS = 300
+"""Minimum duration of a watch in seconds; up to twice as long by chance (as client-go's)."""
+
+WATCH_SILENCE = 90.0
+"""Timeout in seconds for a silent watch: there is a bookmark a minute at least.
+
+A longer silence means a server that hangs, or a connection that a load balancer in between has lost.
+"""
+
+FIRST_PAGE = 500
+"""Objects in the first page of a list."""
+
+PAGE_BYTES = 4 << 20
+"""Target size in bytes of the pages after it: objects differ in size by three orders of magnitude."""
+
+MAX_LIST = 4 << 30
+"""Limit in bytes for everything that exists, in a list or at the start of a watch."""
+
+FIRST_BATCH = 10_000
+"""Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch
+wakes the loop, which then contends for the interpreter with the threads that receive."""
+
+RELIST_SPREAD = 1.0
+"""Seconds over which the nodes of a cluster spread their relists after their server lost the history: all
+watches of a server that restarts break at once."""
+
+FILE_CHECK = 1.0
+"""Interval in seconds between checks of the configuration's files while the next attempt has to wait."""
+
+STOP_SECONDS = 2.0
+"""Timeout in seconds for ending all threads. A thread that still resolves a name or loads credentials is
+abandoned, and emits nothing."""
 
 _MOST_REMEMBERED = 50
 
+_NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
+"""Statuses that blame the client, not its version: a starting server knows neither roles nor all kinds."""
+
 
 class ProblemLog:
-    """The problems of all kinds that are followed together. Any thread may call."""
+    """Logs each problem with the API server once, however many threads meet it. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,47 +126,36 @@ class ProblemLog:
             log.info("following the API server again")
 
 
-# The conduct of an API server towards one thread that follows it: answers, failures and silences.
-
 class ServerState(Struct):
-    """The conduct of the server as the requests for one kind have shown it."""
+    """The state of the server as observed by the requests for one kind."""
 
     answers: bool = True
-    """False after a request without an answer, until one is answered, if only with a refusal."""
+    """The last request was answered, if only with a refusal."""
     failures: int = 0
-    """Attempts that failed since one worked for a while."""
+    """Failed attempts since one worked for a while."""
     announces_progress: bool = False
-    """It sent a bookmark with a version newer than that of the last object.
+    """The server sent a bookmark with a version newer than that of the last object.
 
     With etcd 3.4, which does not report its progress, the bookmarks of an API server repeat the version
     of the last object, and a watch resumed from that version gets none.
     """
     silences: int = 0
-    """Watches, one after the other, that were granted and ended in silence."""
+    """Consecutive watches that were granted and ended in silence."""
 
     @property
     def hides_history(self) -> bool:
-        """Return whether the silences mean that the history was replaced by an older one.
+        """Return whether the silences mean that an older history replaced the server's.
 
-        Of such a history, for example from a backup of etcd, a server says nothing until it reaches the
-        version asked for. A server that hangs grants no second watch. A server that has never announced
-        progress may just have nothing to say.
+        With such a history, for example from a backup of etcd, a watch is silent until the history reaches
+        the version asked for. A server that hangs grants no second watch. A server that has never announced
+        progress may just have no events.
         """
         return self.announces_progress and self.silences > 1
 
     def forget_history(self) -> None:
-        """Judge silences afresh from the history that is listed next.
-
-        Its server may be an older one, which announces no progress.
-        """
+        """Reset the silence heuristic before a relist, whose server may not announce progress."""
         self.silences = 0
         self.announces_progress = False
-
-
-# The objects of one kind that were delivered, and the events that keep a store equal to the server.
-
-_PER_OBJECT = 1 << 10
-"""Bytes that an object counts for besides its encoding: a small one takes more in memory."""
 
 
 class ReplicaTooLarge(Exception):
@@ -137,17 +166,18 @@ class ReplicaTooLarge(Exception):
 
 
 class Replica:
-    """Names and sizes of the objects that a store has of one kind.
+    """Names and sizes of the delivered objects of one kind, and the events that keep the store equal to the
+    server.
 
-    While everything is listed again, it also knows the objects that have not been listed yet: those left
-    at the end of the list were deleted.
+    During a relist it also knows the objects that have not been listed yet: those left at the end of the list
+    were deleted.
     """
 
     def __init__(self, resource: Resource[Any, Any], most_held: int) -> None:
         self._resource = resource
         self._most_held = most_held
         self._known: dict[Name, int] = {}
-        """The bytes that each object counts for."""
+        """Size of each object in bytes, with `_PER_OBJECT`."""
         self._held = 0
         """The sum of them."""
         self._limit = self._most_held
@@ -156,7 +186,7 @@ class Replica:
         self._unproven: set[Name] = set()
         """Objects that were new in listings since the last one that ended."""
         self.is_complete = False
-        """Everything has been listed once, or nothing waits for that."""
+        """Everything has been listed once, or the server does not serve this kind."""
 
     @property
     def is_listing(self) -> bool:
@@ -209,7 +239,7 @@ class Replica:
         return events + self.complete()
 
     def drop_unproven(self) -> list[Event]:
-        """Return the events that delete what too long a listing added, so that the next one has room."""
+        """Return the events that delete the objects added by a listing that was too large."""
         return [event for name in list(self._unproven) for event in self.delete(name)]
 
     def complete(self) -> list[Event]:
@@ -221,36 +251,6 @@ class Replica:
 
     def _size(self, names: Set[Name]) -> int:
         return sum(self._known[name] for name in names)
-
-
-# Follows all objects of one kind at an API server: everything that exists, then every change.
-#
-# The counterpart of client-go's reflector. The state delivered is kept while the server is away. When a
-# watch can't be resumed, everything is listed again, and objects that are missing then are reported as
-# deleted.
-
-WATCH_SECONDS = 300
-"""Seconds that a watch is asked to last, up to twice as long by chance (as client-go's)."""
-
-FIRST_PAGE = 500
-"""Objects in the first page of a list."""
-
-PAGE_BYTES = 4 << 20
-"""Size aimed at by the pages after it: objects differ in size by three orders of magnitude."""
-
-FIRST_BATCH = 10_000
-"""Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch
-wakes the loop, which then contends for the interpreter with the threads that receive."""
-
-RELIST_SPREAD = 1.0
-"""Seconds over which the nodes of a cluster list again, by chance, after their server lost the history: all
-watches of a server that restarts break at once."""
-
-FILE_CHECK = 1.0
-"""Seconds between two looks at the files of the configuration, while the next attempt has to wait."""
-
-_NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
-"""Statuses that blame the client, not its version: a starting server knows neither roles nor all kinds."""
 
 
 class Start(enum.Enum):
@@ -280,28 +280,32 @@ class WatchPhase(enum.Enum):
 
 
 class Reflector:
-    """The work of one thread: follow one kind and pass its events to *emit* until it is stopped.
+    """Follows all objects of one kind at an API server: everything that exists, then every change.
 
-    *selectors*: labelSelector and fieldSelector. *trouble* is shared by all kinds. *chance*: uniform in
-    [0, 1).
+    The counterpart of client-go's reflector, run by one thread. While the server is away, the delivered state
+    is kept. When a watch can't be resumed, everything is listed again, and objects that are missing then are
+    reported as deleted.
+
+    *selectors*: labelSelector and fieldSelector. *emit* takes the events. *problems* is shared by all kinds.
+    *chance*: uniform in [0, 1).
     """
 
     def __init__(
         self, resource: Resource[Any, Any], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
-        trouble: ProblemLog, chance: Callable[[], float], limits: Limits = LIMITS,
+        problems: ProblemLog, chance: Callable[[], float], limits: Limits = LIMITS,
         backoff: type[Backoff] = Backoff,
     ) -> None:
         self._resource = resource
         self._selectors = selectors
         self._requests = requests
         self._emit = emit
-        self._trouble = trouble
+        self._problems = problems
         self._chance = chance
         self._backoff = backoff(chance)
         self._stopping = threading.Event()
         self._most_listed = limits.largest_list
         self._replica = Replica(resource, limits.most_held)
-        self._conduct = ServerState()
+        self._server = ServerState()
         self._start = Start.WATCH_LIST
         self._version = ""
         """The version to resume after; "" unless the start is RESUME."""
@@ -377,7 +381,7 @@ class Reflector:
             return 0.0
         lasted = time.monotonic() - self._granted if following and self._granted is not None else 0.0
         if lasted >= STABLE:
-            self._conduct.failures = 0
+            self._server.failures = 0
             if problem is None:
                 return 0.0  # every watch ends some time
         delay = self._backoff.delay(lasted, asked)
@@ -388,18 +392,18 @@ class Reflector:
     def _report(self, problem: Exception, delay: float, following: bool) -> None:
         """Log *problem*, but not a watch that broke once: it is resumed at once, or fails with a reason."""
         self._requests.disconnect()
-        self._conduct.failures += 1
+        self._server.failures += 1
         text = str(problem) or type(problem).__name__
         if self._is_missing(problem):
-            self._trouble.not_served(self._resource.plural, text)
-        elif not following or self._conduct.failures > 1:
-            self._trouble.failed(self._resource.plural, text, delay)
+            self._problems.not_served(self._resource.plural, text)
+        elif not following or self._server.failures > 1:
+            self._problems.failed(self._resource.plural, text, delay)
 
     def _take_refusal(self, refused: StatusError) -> float:
         """Prepare the next attempt after *refused*. Return the seconds that the server asks to wait."""
-        if not self._conduct.answers:
+        if not self._server.answers:
             self._backoff.hasten()
-        self._conduct.answers = True
+        self._server.answers = True
         if refused.code == 401:
             self._renew_access(partial(self._requests.renew, refused))
         elif self._is_missing(refused):
@@ -410,14 +414,14 @@ class Reflector:
 
     def _take_failure(self, error: Exception, start: Start) -> None:
         """Prepare the next attempt after *error*, which is no answer."""
-        self._conduct.answers = False
+        self._server.answers = False
         if isinstance(error, ResponseTooLarge):
             self._page = max(1, self._page // 8)
         if isinstance(error, ReplicaTooLarge):
             self._deliver(self._replica.drop_unproven())
         if start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError):
-            self._conduct.silences += 1
-            if self._conduct.hides_history:
+            self._server.silences += 1
+            if self._server.hides_history:
                 self._lose_history("a server that announced newer versions announces none since this one")
         self._renew_access(partial(self._requests.renew, error))
 
@@ -428,14 +432,14 @@ class Reflector:
 
     def _lose_history(self, reason: str) -> None:
         self._list_again()
-        self._conduct.forget_history()
+        self._server.forget_history()
         log.info("listing again", extra=self._fields(reason=reason))
 
     def _renew_access(self, renew: Callable[[], None]) -> None:
         try:
             renew()
         except AccessError as error:
-            self._trouble.failed(self._resource.plural, str(error), 0.0)
+            self._problems.failed(self._resource.plural, str(error), 0.0)
 
     # -- requests
 
@@ -472,7 +476,7 @@ class Reflector:
             query |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
         response = self._requests.watch(self._target(query))
         if self._start is Start.RESUME:
-            self._trouble.recovered(self._resource.plural)
+            self._problems.recovered(self._resource.plural)
         else:
             self._replica.start_listing()
         self._granted = time.monotonic()
@@ -490,7 +494,7 @@ class Reflector:
                 if self._replica.is_listing:
                     received += len(data)
                     self._check_length(received)
-                self._conduct.silences = 0
+                self._server.silences = 0
                 for encoded in stream.feed(data):
                     if encoded is None:
                         events.append(self._bad_event(f"longer than {MAX_LINE} bytes"))
@@ -537,11 +541,11 @@ class Reflector:
             # Listed in no order: only the bookmark after the last object is a version to resume after.
             if seen.initial_events_end:
                 events += self._replica.end_listing()
-                self._trouble.recovered(self._resource.plural)
+                self._problems.recovered(self._resource.plural)
                 self._resume_after(seen.resource_version)
         elif seen.resource_version:
             if seen.type == "BOOKMARK" and seen.resource_version != self._version:
-                self._conduct.announces_progress = True
+                self._server.announces_progress = True
             self._resume_after(seen.resource_version)
 
     def _target(self, query: dict[str, str]) -> str:
@@ -570,18 +574,11 @@ def _is_older(version: str, than: str) -> bool:
     return version.isdecimal() and than.isdecimal() and (len(version), version) < (len(than), than)
 
 
-# Services, EndpointSlices, this Node and the ServiceCIDRs of a Kubernetes API server.
-
-STOP_SECONDS = 2.0
-"""Timeout for ending all threads. One that still resolves a name or loads credentials is left behind, and
-emits nothing."""
-
-
 class KubernetesSource:
-    """Follows an API server, each kind in a thread and on a connection of its own.
+    """Follows Services, EndpointSlices, this Node and the ServiceCIDRs of a Kubernetes API server.
 
-    A `kproxy_core.model.events.Source`. It asks for the same objects as kube-proxy 1.36
-    (cmd/kube-proxy/app/server.go).
+    A `kproxy_core.model.events.Source` that asks for the same objects as kube-proxy 1.36
+    (cmd/kube-proxy/app/server.go), each kind in a thread and on a connection of its own.
 
     *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
     *qps* of 0 or less sets no limit. *observe* is called for each request. *chance*: uniform in [0, 1).
@@ -605,7 +602,7 @@ class KubernetesSource:
         self._rate = TokenBucket(1 / qps if qps > 0 else 0.0, burst)
         self._observe = observe
         self._accept = accept
-        self._trouble = ProblemLog()
+        self._problems = ProblemLog()
         self._node_name = node_name
         self._chance = chance
         self._limits = limits
@@ -616,7 +613,7 @@ class KubernetesSource:
     def start(self, emit: Emit) -> None:
         for resource, selectors in _selectors(self._node_name):
             requests = ApiRequests(self._access, self._rate, self._observe, self._accept, self._limits)
-            reflector = Reflector(resource, selectors, requests, emit, self._trouble, self._chance,
+            reflector = Reflector(resource, selectors, requests, emit, self._problems, self._chance,
                                   self._limits, self._backoff)
             thread = threading.Thread(target=reflector.run, name=f"watch {resource.plural}", daemon=True)
             self._reflectors.append(reflector)

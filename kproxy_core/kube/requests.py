@@ -16,7 +16,7 @@ from kproxy_core.kube.transport import LIMITS, Aborted, Limits, Response, Transp
 from kproxy_core.model.timing import TokenBucket
 
 SILENCE = 60.0
-"""Seconds without a byte after which an answer is given up."""
+"""Timeout in seconds for a silent answer."""
 
 MAX_REFUSAL = 1 << 20
 """Limit in bytes for the body of an answer other than 200."""
@@ -25,7 +25,7 @@ _NOT_ACCEPTABLE = 406
 
 
 class StatusError(Exception):
-    """The server refused: with an HTTP status, or in the middle of a watch."""
+    """The server refused a request with an HTTP status, or in the middle of a watch."""
 
     def __init__(self, status: Status, retry_after: float = 0.0) -> None:
         super().__init__(f"{status.code} {shown(status.reason or '')}: {shown(status.message or '', 200)}")
@@ -36,7 +36,7 @@ class StatusError(Exception):
 
 
 class ResourceExpired(Exception):
-    """The watch can't be resumed; everything has to be listed again."""
+    """The server lost the resource version: everything must be listed again."""
 
 
 class ApiRequest(Struct, frozen=True):
@@ -62,7 +62,7 @@ Observe = Callable[[ApiRequest], None]
 
 
 class ApiRequests:
-    """Requests to the API server with the current credentials, on a connection that is kept.
+    """Requests to the API server with the current credentials, on a persistent connection.
 
     *accept*: the Accept header, to which a wish to omit managed fields is added until the server refuses it.
     Used by one thread; only `abort` may be called by another.
@@ -87,11 +87,12 @@ class ApiRequests:
         self._transport = Transport(self._access, self._limits)
 
     def list(self, target: str, first: bool) -> tuple[bytes, bool]:
-        """Return a page of a list, and whether it is protobuf. Only the *first* waits for the rate limit.
+        """Return a page of a list, and whether it is protobuf. Only the *first* page waits for the rate
+        limit.
 
         Raises StatusError, ResourceExpired, OSError, ProtocolError, TooLarge.
         """
-        # The pages after the first are one request in all but name: kube-proxy asks for all at once.
+        # The other pages belong to the same list, which kube-proxy requests as a whole.
         response, data = self._get(target, self._wait_for_turn() if first else 0.0, is_list=True)
         return data, response.is_protobuf
 
@@ -148,14 +149,17 @@ class ApiRequests:
         self._take_current()
 
     def renew(self, error: Exception) -> None:
-        """Load the credentials again if *error* may be due to them or a CA. AccessError changes nothing."""
+        """Load the credentials again if *error* may be due to them or a CA.
+
+        Raises AccessError, having changed nothing.
+        """
         if (error.code == 401 if isinstance(error, StatusError)
                 else self._access.tls is not None and _is_about_tls(error)):
             self._current.renew(self._access)
             self._take_current()
 
     def files_replaced(self) -> bool:
-        """Return whether a file was replaced since the last request read it, and since the last call."""
+        """Return whether a file was replaced since the last request and since the last call."""
         found = {path: now for path, known in self._tried.files
                  if (now := stamp(path)) is not None and now not in (known, self._noticed.get(path))}
         self._noticed |= found

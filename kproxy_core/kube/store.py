@@ -1,4 +1,4 @@
-"""The events of all sources folded into one state, with the Services that changed.
+"""One state from the events of all sources, with the Services that changed.
 
 The state depends only on the last event for each object, never on their order. One exception: a Node
 without addresses or pod networks keeps those it had.
@@ -15,10 +15,10 @@ from kproxy_core.model.address import Cidr, Family, outermost
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
 
-_MOST_NAMED = 20
-"""Changed objects that are named for one sync."""
-
 log = logging.getLogger("kproxy.sources")
+
+_MOST_NAMED = 20
+"""Limit for the changed objects named in one sync."""
 
 _DELETED = "deleted"
 
@@ -52,14 +52,14 @@ class FamilyObjects(Struct):
         return named
 
     def take_trigger_times(self, except_of: Container[ServiceName] = ()) -> list[float]:
-        """Return the times of the endpoint changes since the last call; those of some Services are kept."""
+        """Return the times of endpoint changes since the last call, except those of some Services."""
         kept = {name: times for name, times in self.trigger_times.items() if name in except_of}
         trigger_times = {name: times for name, times in self.trigger_times.items() if name not in kept}
         self.trigger_times = kept
         return [time for times in trigger_times.values() for time in times]
 
     def note(self, kind: str, name: ServiceName | SliceName, state: str) -> None:
-        """Remember the name of a changed object, unless there are many, with its version or "deleted"."""
+        """Remember the name of a changed object with its version or "deleted", up to a limit."""
         if len(self.named) < _MOST_NAMED:
             self.named.append(f"{kind} {name} {state}".rstrip())
 
@@ -67,10 +67,10 @@ class FamilyObjects(Struct):
 class Store:
     """All objects of the families served.
 
-    *families*: those that this node serves; slices of others are dropped. *kinds*: the sources to wait
-    for. *started*: earlier trigger times (seconds since the epoch) are ignored, because they would measure
-    the downtime of this process. *external_ips*: allow Services to have any (feature gate
-    AllowServiceExternalIPs; CVE-2020-8554).
+    *families*: families that this node serves; slices of others are dropped. *kinds*: sources to wait for.
+    *started*: earlier trigger times (seconds since the epoch) are ignored, because they would measure the
+    downtime of this process. *external_ips*: serve external IPs (feature gate AllowServiceExternalIPs;
+    CVE-2020-8554).
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Store:
         """This node's Node object. As in kube-proxy, it is kept when it is deleted, and its addresses and
         networks when it is registered again without them, so that node ports are not lost."""
         self.service_cidrs: tuple[Cidr, ...] = ()
-        """The networks that ClusterIPs are from, none within another."""
+        """Networks of ClusterIPs, none within another."""
         self._service_cidrs: dict[str, tuple[Cidr, ...]] = {}
         self.missing = set(kinds)
-        """The sources that have not delivered everything that existed."""
+        """Sources that have not delivered everything that existed."""
         self.service_changes = 0
         """Service events since the process started, once for each family as in kube-proxy's metrics."""
         self.endpoint_changes = 0
-        """EndpointSlice events since then, even those that changed nothing."""
+        """EndpointSlice events since the process started, even without a change."""
         self._started = started
         self._external_ips = external_ips
         self.families = {family: FamilyObjects() for family in families}

@@ -246,9 +246,8 @@ class AbortableSocket:
     """The socket of the connection in use. One thread uses it; only `abort` may be called by another.
 
     urllib3 cannot interrupt a connection attempt or bound a whole answer, and reads a burst of chunks one by
-    one. Its connections use this socket and its buffer (through the methods that its own SOCKS connection
-    overrides) and do the rest: TLS, proxies, framing. A connection attempt through SOCKS can't be
-    interrupted.
+    one. Its connections use this socket and its buffer (through the methods that its SOCKS connection
+    overrides) and do the rest: TLS, proxies, framing. An attempt through SOCKS can't be interrupted.
     """
 
     def __init__(self, limits: Limits = LIMITS) -> None:

@@ -1,4 +1,4 @@
-"""API objects as they travel: only the fields that a proxy reads.
+"""API objects on the wire, with only the fields that a proxy reads.
 
 Types are those that an API server guarantees; `null` equals absent, as in Go. The decoder skips everything
 else. Labels and annotations are structs too, so that only the relevant ones are ever built.
@@ -136,7 +136,7 @@ class EndpointSlice(Struct, frozen=True, gc=False, rename="camel"):
     metadata: SliceMeta | None = None
     address_type: Text = None
     endpoints: list[Endpoint] | None = None
-    """Of protobuf, partly `kproxy_core.model.service.Endpoint`: see `objects.protobuf.convert`."""
+    """From protobuf, unchanged ones are `kproxy_core.model.service.Endpoint`: see `protobuf`."""
     ports: list[SlicePort] | None = None
 
 

@@ -459,7 +459,7 @@ class Volume(NamedTuple):
 NO_VOLUME = Volume()
 
 
-class Translation(NamedTuple):
+class NatBinding(NamedTuple):
     """A dialled socket and the endpoint to which connections to it are translated."""
 
     family: Family
@@ -471,7 +471,7 @@ class Translation(NamedTuple):
     endpoint_port: bytes
 
 
-Volumes = Mapping[Translation, Volume]
+Volumes = Mapping[NatBinding, Volume]
 
 
 def accounting_enabled() -> bool:
@@ -482,18 +482,18 @@ def accounting_enabled() -> bool:
         return False
 
 
-def read_volumes(family: Family) -> dict[Translation, Volume]:
+def read_volumes(family: Family) -> dict[NatBinding, Volume]:
     """Return the sums over this thread's whole table, at 4.5 us a connection. Raises HostError."""
     with doing(f"list {family.label} connections"):
         return dump_flows(family, lambda found: _sums(found, family))
 
 
-def ended_volumes(events: Iterator[Span], family: Family) -> dict[Translation, Volume]:
+def ended_volumes(events: Iterator[Span], family: Family) -> dict[NatBinding, Volume]:
     """Return the sums over the connections that *events* report as destroyed."""
     return _sums(decode(events, family), family)
 
 
-def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[Translation, Volume]:
+def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[NatBinding, Volume]:
     found: dict[tuple[int, Address, bytes, Address, bytes], list[int]] = {}
     for flow in flows:
         size, address, port = answered_by(family, flow)
@@ -506,7 +506,7 @@ def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[Translation, Vol
         sums = found.setdefault(sockets, [0, 0, 0, 0])
         for at, number in enumerate(numbers):
             sums[at] += number
-    return {Translation(family, *sockets): Volume(*sums) for sockets, sums in found.items()}
+    return {NatBinding(family, *sockets): Volume(*sums) for sockets, sums in found.items()}
 
 
 def _numbers(flow: TrackedFlow, size: int) -> Sequence[int] | None:

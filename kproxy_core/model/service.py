@@ -1,5 +1,6 @@
-"""Services as declared by users, and the endpoints and EndpointSlices of these. Every field is checked and
-parsed once.
+"""Services and their EndpointSlices, with every field checked and parsed.
+
+The rules for each field are in kube-proxy 1.36, pkg/proxy/serviceport.go and servicechangetracker.go.
 """
 
 from functools import cached_property
@@ -8,12 +9,6 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, parse_address
-
-# Services as declared by users, with every field checked and parsed once.
-#
-# The rules for each field are in kube-proxy 1.36, pkg/proxy/serviceport.go and servicechangetracker.go; a
-# Service that yields no service port at all (headless, ExternalName, owned by another proxy) never
-# becomes one of these values.
 
 
 class ServiceName(NamedTuple):
@@ -52,23 +47,26 @@ class PortSpec(Struct, frozen=True, gc=False):
 
 
 class Service(Struct, frozen=True, gc=False, kw_only=True):
-    """One Service. Address tuples hold both families, in the order of the object."""
+    """A Service with service ports: not headless, not of type ExternalName, not for another proxy.
+
+    Address tuples hold both families, in the order of the object.
+    """
 
     name: ServiceName
     created: str = ""
-    """``metadata.creationTimestamp`` (RFC 3339, UTC); "" if unknown. Decides between rival claims."""
+    """``metadata.creationTimestamp`` (RFC 3339, UTC); "" if unknown. Decides between conflicting claims."""
     ports: tuple[PortSpec, ...]
     cluster_ips: tuple[Address, ...]
     external_ips: tuple[Address, ...] = ()
     load_balancer_ips: tuple[Address, ...] = ()
     """``status.loadBalancer.ingress`` of ipMode VIP."""
     source_ranges: tuple[Cidr, ...] = ()
-    """`Family.no_source` where nobody is admitted."""
+    """`Family.no_source` for a family that admits no client."""
     affinity_seconds: int = 0
     """Timeout of ClientIP session affinity; 0: no affinity."""
     internal_policy_local: bool = False
     external_policy_local: bool = False
-    """Already false for a Service that is not externally accessible by its type."""
+    """False for a Service that is not externally accessible by its type."""
     health_check_node_port: int = 0
 
     def cluster_ip(self, family: Family) -> Address | None:
@@ -78,10 +76,10 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
         return None
 
 
-# Endpoints and the EndpointSlices that carry them.
+# EndpointSlices.
 
 class Endpoint(NamedTuple):
-    """One address of an EndpointSlice, with the relevant conditions (absent ones filled in)."""
+    """One address of an EndpointSlice, with its conditions (defaults for absent ones)."""
 
     address: Address
     node: str = ""

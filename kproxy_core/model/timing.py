@@ -4,10 +4,8 @@ import math
 import threading
 from collections.abc import Callable
 
-# Growing delays between attempts that fail.
-
 _FIRST = 0.1
-"""Seconds after the first failure."""
+"""Delay in seconds after the first failure."""
 
 LONGEST = 30.0
 """Upper bound of a delay in seconds, by default."""
@@ -19,7 +17,7 @@ LONGEST_ASKED = 300.0
 """Upper bound in seconds for a delay that a server asks for."""
 
 STABLE = 5.0
-"""An attempt that worked for this many seconds resets the delay."""
+"""Duration in seconds of a working attempt that resets the delay."""
 
 
 class Backoff:
@@ -53,8 +51,6 @@ class Backoff:
         step, self._next = self._next, min(self._next * 2, self._longest)
         return max(step - step / 2 * self._chance(), min(asked, LONGEST_ASKED))
 
-
-# A token bucket.
 
 class TokenBucket:
     """Up to *burst* tokens, refilled by one every *interval* seconds; an *interval* of 0 sets no limit.

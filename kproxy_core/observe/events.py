@@ -1,4 +1,7 @@
-"""Events for the cluster's operators (events.k8s.io/v1), delivered in the background."""
+"""Kubernetes events (events.k8s.io/v1) about this node and its Services, delivered in the background.
+
+An event that can't be delivered is dropped; nothing waits for it, and nothing fails because of it.
+"""
 
 import logging
 import threading
@@ -11,21 +14,26 @@ from msgspec import Struct
 from kproxy_core.model.service import ServiceName
 from kproxy_core.model.timing import TokenBucket
 
-# Events for the cluster's operators, delivered in the background.
-#
-# An event that can't be delivered is dropped; nothing waits for it, and nothing fails with it.
-
 log = logging.getLogger("kproxy.run")
 
 SAME_AGAIN = 600.0
-"""Seconds before the same event about the same object is sent again."""
+"""Minimum seconds between equal events about the same object."""
 
 _BURST = 25
 _REFILL = 12.0
-"""Events that may be sent at once, and the seconds after which one more may."""
+"""Limit for events sent at once, and the seconds after which one more may be."""
 
 _TRIES = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Seconds to wait before each attempt."""
+"""Delay in seconds before each attempt."""
+
+_CONTROLLER = "kube-proxy"
+"""The reporting controller: operators look for this name, whatever the service proxy."""
+
+_MAX_NOTE, _MAX_NAME = 1024, 253
+"""Limits of the API server in bytes: it refuses an event that exceeds them."""
+
+_SILENCE = 10.0
+"""Timeout in seconds for a silent answer."""
 
 _AT_THE_END = 2.0
 """Timeout in seconds for the last events when the process ends."""
@@ -86,7 +94,7 @@ class EventRecorder:
             ClusterEvent("Warning", reason, "Listen", "Service", service.name, service.namespace, note))
 
     def start(self) -> None:
-        """Start delivering; until then events wait."""
+        """Start delivering; events are queued until then."""
         with self._lock:
             if self._write is not None and self._thread is None:
                 self._thread = threading.Thread(
@@ -94,7 +102,7 @@ class EventRecorder:
                 self._thread.start()
 
     def close(self) -> None:
-        """Deliver the events that wait if that is quick, and end."""
+        """Deliver the queued events if that is quick, and stop."""
         if not self._queue.empty():
             self.start()
         self._ending.set()

@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 import h11
 
-from kproxy_core.observe.messages import Answer, BadRequest, Request
+from kproxy_core.observe.messages import Answer, HttpError, Request
 
 LONGEST_HEAD = 16 * 1024
 LONGEST_BODY = 64 * 1024
@@ -19,7 +19,7 @@ class Exchange:
         self._body = bytearray()
 
     def receive(self, data: bytes) -> Request | None:
-        """Take in *data*. Return the request once it is complete, its body included. Raises BadRequest."""
+        """Take in *data*. Return the request once it is complete, its body included. Raises HttpError."""
         try:
             self._connection.receive_data(data)
             while True:
@@ -28,19 +28,19 @@ class Exchange:
                         self._request = request
                         length = dict(request.headers).get(b"content-length", b"0")
                         if len(length) > 9 or int(length) > LONGEST_BODY:
-                            raise BadRequest(413)
+                            raise HttpError(413)
                     case h11.Data() as part:
                         self._body += part.data
                         if len(self._body) > LONGEST_BODY:
-                            raise BadRequest(413)
+                            raise HttpError(413)
                     case h11.EndOfMessage():
                         return self._complete()
                     case _:
                         return None
         except h11.RemoteProtocolError as error:
-            raise BadRequest(error.error_status_hint) from error
+            raise HttpError(error.error_status_hint) from error
         except ValueError as error:  # from h11, for a length with thousands of digits
-            raise BadRequest(400) from error
+            raise HttpError(400) from error
 
     def render(self, answer: Answer, date: str) -> bytes:
         """Return the bytes of *answer*, sent at *date* (RFC 9110), after which the connection ends."""
@@ -59,12 +59,12 @@ class Exchange:
     def _complete(self) -> Request:
         assert self._request is not None
         if not self._request.http_version.startswith(b"1."):
-            raise BadRequest(505)
+            raise HttpError(505)
         target = self._request.target.decode("latin-1")
         if target.startswith("http://"):
             target = "/" + target.removeprefix("http://").partition("/")[2]
         if not target.startswith("/"):
-            raise BadRequest(400)
+            raise HttpError(400)
         path, _, query = target.partition("?")
         accept = b",".join(value for name, value in self._request.headers if name == b"accept")
         method = self._request.method.decode()

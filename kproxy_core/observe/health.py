@@ -15,11 +15,6 @@ from kproxy_core.observe.server import HttpServer, Listener
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.plans import HealthCheck
 
-# The proxy's own health, as in kube-proxy 1.36, pkg/proxy/healthcheck/proxy_health.go.
-#
-# Beyond kube-proxy, ``/healthz`` waits for the first successful sync, and the body names the problem of a
-# failing one.
-
 
 class _FamilyState(Struct):
     updated_ns: int | None = None
@@ -30,16 +25,20 @@ class _FamilyState(Struct):
 
 
 class ProxyHealth(SyncObserver):
-    """Health per IP family, and the node's eligibility for load balancers. Any thread may call; no I/O."""
+    """Health per IP family, and the node's eligibility for load balancers. Any thread may call; no I/O.
+
+    Unlike kube-proxy, ``/healthz`` waits for the first successful sync, and the body shows the error of a
+    failing one.
+    """
 
     def __init__(
         self, families: Sequence[Family], *, timeout: float, node_required: bool,
         wall_ns: Callable[[], int] = time.time_ns, monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*timeout*: seconds that a requested sync may be pending (2 x syncPeriod).
+        """*timeout*: limit in seconds for a pending sync (2 x syncPeriod).
 
-        *node_required*: the node is not eligible before its Node object is seen (API server). Otherwise a
-        missing Node object does no harm (manifests).
+        *node_required*: the node is not eligible without its Node object (API server). Otherwise a missing
+        Node object is ignored (manifests).
         """
         self._timeout = timeout
         self._node_eligible = not node_required
@@ -144,8 +143,6 @@ def _rfc3339(nanoseconds: int) -> str:
     fraction = f".{rest:09d}".rstrip("0").rstrip(".")
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + fraction + "Z"
 
-
-# Health check node ports (kube-proxy 1.36, pkg/proxy/healthcheck/service_health.go; KEP-1669).
 
 class ServiceHealth(SyncObserver):
     """The health check node ports of one family, which follow the acknowledged plans.

@@ -1,4 +1,4 @@
-"""The last syncs, for people."""
+"""The last syncs, for operators."""
 
 import logging
 import time
@@ -12,9 +12,9 @@ log = logging.getLogger("kproxy.run")
 
 _KEPT = 120
 _NAMED = 5
-"""Service ports of a sync that are named."""
+"""Limit for the service ports named in a record."""
 _LOGGED = 20
-"""Service ports of a sync that are named in its log line."""
+"""Limit for the service ports named in a log line."""
 
 
 class SyncRecord(NamedTuple):
@@ -29,13 +29,13 @@ class SyncRecord(NamedTuple):
     changed: int
     """Service ports that changed."""
     names: tuple[str, ...]
-    """The first of them."""
+    """Names of the first changed service ports."""
     problem: str
     """"": it succeeded, and everything is served."""
 
 
 class ChangeLog(SyncObserver):
-    """Logs each sync that changed service ports, with their names, for those who follow one change."""
+    """Logs each sync that changed service ports, with their names."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall

@@ -18,7 +18,7 @@ _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
 _CALLS = 6
 _KEPT = 300
-"""Lines that are kept for a report."""
+"""Number of lines kept for a report."""
 _PLAIN = re.compile(r"""[^\s"'=\\]+""")
 
 
@@ -41,7 +41,7 @@ def set_verbosity(verbosity: int) -> None:
 def log_uncaught() -> None:
     """Log exceptions that end the process or a thread, and those of destructors, instead of printing them.
 
-    A plugin may have chosen their text.
+    Escapes their text, which may be a plugin's.
     """
 
     def caught(message: str, error: BaseException | None, fields: dict[str, object]) -> None:
@@ -71,7 +71,7 @@ def stacks() -> str:
 
 
 def innermost_calls() -> str:
-    """Return the last calls of each thread, the innermost first: short enough for a value in the log."""
+    """Return the innermost calls of each thread, short enough for a value in the log."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = (
         (names.get(ident, "unknown"), traceback.StackSummary.extract(

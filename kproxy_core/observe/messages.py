@@ -57,7 +57,7 @@ Handler = Callable[[Request], Answer | Slow]
 """Answers one request, quickly: it runs on the server's thread while all other clients wait."""
 
 
-class BadRequest(Exception):
+class HttpError(Exception):
     """The client sent no request that this server serves."""
 
     def __init__(self, status: int) -> None:

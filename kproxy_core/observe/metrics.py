@@ -34,8 +34,6 @@ from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
 if TYPE_CHECKING:
     from kproxy_core.kube.requests import ApiRequest
 
-# The registry of all metrics, and those of the process as a whole (kube-proxy 1.36, pkg/proxy/metrics).
-
 disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no ..._created series
 
 _WHOLE_VALUE = re.compile(rb"^([^#].* -?\d+)\.0$", re.MULTILINE)
@@ -43,6 +41,14 @@ _WHOLE_VALUE = re.compile(rb"^([^#].* -?\d+)\.0$", re.MULTILINE)
 _WHOLE_BOUND = re.compile(rb'([{,]le="\d+)\.0"')
 """The bound of a bucket, likewise: a recording rule or dashboard may select the bucket by this label."""
 
+KUBERNETES = "1.36"
+"""Version of Kubernetes whose kube-proxy this process replaces."""
+
+OTHER = "other"
+"""Value of the label ``service`` of the series that sums up all those beyond the limit."""
+
+
+# The registry.
 
 class Metrics:
     """Every metric of one process. Any thread may record and scrape."""
@@ -76,7 +82,7 @@ class Metrics:
         self._build.labels(self._version, mode).set(1)
 
     def set_fallback(self, wanted: str, serving: str) -> None:
-        """Report that *serving* serves because *wanted* does not work here, until another mode is set."""
+        """Report that *serving* replaces *wanted*, which does not work here, until another mode is set."""
         self._fallback.labels(wanted, serving).set(1)
 
     def set_gate(self, name: str, stage: str, enabled: bool) -> None:
@@ -144,14 +150,11 @@ def _counted(registry: Collector) -> Iterator[Metric]:
     yield registered
 
 
-# Metrics of this process beyond those of prometheus_client, from the kernel.
+# The process.
 
 _UNLIMITED = float(2**64)
 
 _PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
-
-KUBERNETES = "1.36"
-"""Version of Kubernetes whose kube-proxy this process replaces."""
 
 
 def _build_info(version: str) -> Measurement:
@@ -169,7 +172,7 @@ def _build_info(version: str) -> Measurement:
 
 
 def measure_process(version: str) -> Iterator[Measurement]:
-    """Yield the metrics that are read at each scrape. A value that cannot be read is left out."""
+    """Yield the metrics of this process that prometheus_client lacks. Omits a value that cannot be read."""
     yield _build_info(version)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     yield Measurement(
@@ -198,7 +201,7 @@ def _network_bytes() -> tuple[int | None, int | None]:
         return None, None
 
 
-# Metrics of requests to the API server, under the names that client-go 1.36 has.
+# Requests to the API server.
 
 _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _BYTES = (64, 256, 512, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
@@ -208,7 +211,7 @@ _AGES = (600, 1800, _HOUR, 4 * _HOUR, *(days * _DAY for days in (1, 7, 30, 90, 1
 
 
 class ClientMetrics:
-    """The families ``rest_client_*``. Any thread may record."""
+    """The metrics ``rest_client_*`` of client-go 1.36. Any thread may record."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, namespace="rest_client", registry=registry)
@@ -238,7 +241,7 @@ class ClientMetrics:
             self._received.labels(*where).observe(request.received)
 
 
-# Metrics of the sync loop (kube-proxy 1.36, pkg/proxy/metrics/metrics.go; ``kproxy_...`` are our own).
+# Syncs. ``kproxy_...`` are our own metrics, all others kube-proxy's.
 
 _SYNC_BUCKETS = tuple(0.001 * 2**i for i in range(15))
 _PROGRAMMING_BUCKETS = (0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30))
@@ -248,7 +251,7 @@ _SYNC = "kubeproxy_sync_proxy_rules"
 
 
 class SyncMetrics(SyncObserver):
-    """Counts and times syncs. As in kube-proxy, a histogram or timestamp exists from its first value on."""
+    """Counts and times syncs. As in kube-proxy, a histogram or timestamp appears with its first value."""
 
     def __init__(
         self, registry: CollectorRegistry, mode: str, families: Sequence[Family], wall: Callable[[], float],

@@ -21,10 +21,8 @@ from kproxy_core.observe.logs import stacks
 from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
 from kproxy_core.observe.metrics import KUBERNETES, Metrics, content_type, exposition
 
-# ``/statusz`` and ``/flagz``: version, uptime and flags of this process.
-#
-# Text by default. A client that accepts ``application/json;v=v1beta1;g=config.k8s.io;as=Statusz`` (or
-# ``Flagz``) gets an object (Kubernetes 1.36, KEP-4827 and KEP-4828).
+# ``/statusz`` and ``/flagz`` (Kubernetes 1.36, KEP-4827 and KEP-4828): text, or an object for a client that
+# accepts ``application/json;v=v1beta1;g=config.k8s.io;as=Statusz`` (or ``Flagz``).
 
 _VERSION = "v1beta1"
 _WARNING = (
@@ -82,7 +80,7 @@ def _negotiated(request: Request, kind: str, text: str, fields: Mapping[str, obj
     return Answer(406, f"text/plain or application/json;v={_VERSION};g=config.k8s.io;as={kind}\n".encode())
 
 
-# Profiles and verbosity at kube-proxy 1.36's paths ``/debug/pprof/...`` and ``/debug/flags/...``.
+# ``/debug/pprof/...`` and ``/debug/flags/...``: profiles and verbosity.
 
 _LONGEST_PROFILE = 300.0
 _FRAMES_OF_AN_ALLOCATION = 10
@@ -194,11 +192,11 @@ def _allocations(seconds: float, abandoned: threading.Event) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The page ``/debug/kproxy/`` and the answers that it polls. Read-only; one file, nothing from elsewhere.
+# ``/debug/kproxy/``: a read-only page in one file, and the answers that it polls.
 
 PAGE = "/debug/kproxy/"
 _LONGEST = 10.0
-"""Seconds for one answer."""
+"""Timeout in seconds for one answer."""
 
 
 AnswerTo = Callable[[Mapping[str, str]], Mapping[str, Any]]
@@ -251,7 +249,7 @@ _NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET,
 _LONGEST_SCRAPE = 10.0
 """Seconds."""
 _REFUSED_METHODS = ("DELETE", "TRACE")
-"""Health checks cannot be deleted, and a TRACE would be answered with the request. kube-proxy takes both."""
+"""A health check cannot be deleted, and the answer to TRACE would be the request. kube-proxy accepts both."""
 
 
 def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
@@ -286,7 +284,7 @@ class About(Struct, kw_only=True):
     flagz: bool = True
     """Serve ``/flagz`` (gate ComponentFlagz)."""
     many_series: bool = False
-    """Metrics take long to write."""
+    """Metrics take long to render."""
     debug: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of the paths below ``/debug/`` (enableProfiling)."""
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _PERIOD = 0.01
-"""Seconds between two samples."""
+"""Interval in seconds between samples."""
 
 _DEEPEST = 100
 

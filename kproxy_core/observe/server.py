@@ -1,4 +1,4 @@
-"""All HTTP listeners of the process, on one thread that sleeps while there is no client."""
+"""All HTTP listeners of the process, on one thread."""
 
 import errno
 import itertools
@@ -15,25 +15,28 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from msgspec import Struct, field
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
-from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
+from kproxy_core.observe.messages import Answer, Handler, HttpError, Request, Slow, Turn
 
 if TYPE_CHECKING:
     from kproxy_core.observe.exchange import Exchange
 
-# Slow answers: which is made next, and for whom. No I/O, no threads.
+log = logging.getLogger("kproxy.http")
 
 _Client = TypeVar("_Client", bound=Hashable)
 
+
+# The queue of slow answers. No I/O, no threads.
+
 _MOST_WAITING = 16
-"""Answers that wait to be made."""
+"""Limit for queued answers."""
 _REST_SHARE = 4
-"""Rest this many times as long as an answer took: answers cost at most a fifth of one CPU."""
+"""Rest after an answer, as a multiple of its duration: answers cost at most a fifth of one CPU."""
 _LONGEST_PAUSE = 10.0
-"""Seconds."""
+"""Upper bound of the rest in seconds."""
 
 
 class Job(Struct, Generic[_Client], eq=False):
-    """One answer, and the clients that wait for it."""
+    """One slow answer, and the clients that wait for it."""
 
     request: Request
     slow: Slow
@@ -43,10 +46,10 @@ class Job(Struct, Generic[_Client], eq=False):
 
 
 class SlowAnswers(Generic[_Client]):
-    """Makes one answer at a time, each for all clients that want the same. All methods belong to one thread.
+    """Schedules one answer at a time, each for all clients with the same request. For one thread.
 
-    A client that has gone waits for nothing: its answer is not made. Those of `Turn.FIRST` rest for their own
-    kind's cost only, so that requests for pages do not delay a scrape.
+    The answer of a client that disconnected is not made. Answers of `Turn.FIRST` rest for the cost of their
+    own kind only, so that requests for pages do not delay a scrape.
     """
 
     def __init__(self) -> None:
@@ -54,12 +57,12 @@ class SlowAnswers(Generic[_Client]):
         self._of: dict[_Client, Job[_Client]] = {}
         """The job of each client."""
         self._making: Job[_Client] | None = None
-        """Apart from those of `Turn.AT_ONCE`."""
+        """The answer in progress, except those of `Turn.AT_ONCE`."""
         self._first_at = self._next_at = 0.0
-        """Times from which an answer of `Turn.FIRST`, and any other, may be made."""
+        """Earliest times of the next answer of `Turn.FIRST`, and of any other."""
 
     def add(self, request: Request, slow: Slow, client: _Client) -> bool:
-        """Have *client* wait for an answer. Return False if too many wait."""
+        """Queue the answer for *client*. Return False if too many are queued."""
         job = next((job for job in self._waiting
                     if slow.same is not None and job.slow.same == slow.same), None)  # fmt: skip
         if job is None:
@@ -72,7 +75,7 @@ class SlowAnswers(Generic[_Client]):
         return True
 
     def leave(self, client: _Client) -> None:
-        """Have *client* wait no more."""
+        """Remove *client*, which no longer waits."""
         job = self._of.pop(client, None)
         if job is None:
             return
@@ -83,7 +86,7 @@ class SlowAnswers(Generic[_Client]):
                 self._waiting.remove(job)
 
     def take(self, now: float) -> Job[_Client] | None:
-        """Return the answer to be made next, if it may be made now."""
+        """Return the next answer if it may start now."""
         job = self._next(now)
         if job is not None:
             self._waiting.remove(job)
@@ -92,7 +95,7 @@ class SlowAnswers(Generic[_Client]):
         return job
 
     def made(self, job: Job[_Client], cost: float, now: float) -> list[_Client]:
-        """Take note that *job* has been made for *cost* seconds. Return the clients that still wait."""
+        """Record that *job* is done and took *cost* seconds. Return the clients that still wait."""
         if self._making is job:
             self._making = None
         rest = min(_REST_SHARE * cost, _LONGEST_PAUSE)
@@ -105,7 +108,7 @@ class SlowAnswers(Generic[_Client]):
         return clients
 
     def next_at(self) -> float | None:
-        """Return the time at which `take` returns an answer, unless something else happens; None: never."""
+        """Return the time at which `take` returns an answer without a further change; None: never."""
         times = [self._start(job) for job in self._waiting]
         return min((at for at in times if at is not None), default=None)
 
@@ -114,7 +117,7 @@ class SlowAnswers(Generic[_Client]):
         return min(ready, key=lambda job: job.slow.turn.value, default=None)
 
     def _start(self, job: Job[_Client]) -> float | None:
-        """Return the time from which *job* may be made; None: once another is done."""
+        """Return the earliest start of *job*; None: when another is done."""
         if job.slow.turn is Turn.AT_ONCE:
             return 0.0
         if self._making is not None:
@@ -122,24 +125,18 @@ class SlowAnswers(Generic[_Client]):
         return self._first_at if job.slow.turn is Turn.FIRST else self._next_at
 
 
-# All HTTP listeners of the process, on one thread that sleeps while there is no client.
-#
-# One request per connection, without TLS. A slow client holds a file descriptor until its deadline and
-# delays no other client. All clients together get at most a fifth of one CPU, so that they do not delay
-# syncs; so do slow answers, which are made one at a time on another thread.
-
-log = logging.getLogger("kproxy.http")
+# The server.
 
 _MOST_CONNECTIONS = 256
 _PAUSE = 0.05
-"""Seconds before a connection with an incomplete request is read again. A client that sends single bytes
-costs no more than 20 reads a second."""
+"""Delay in seconds before a connection with an incomplete request is read again: a client that sends single
+bytes costs at most 20 reads a second."""
 _RECEIVE = 4096
-"""Bytes of one read. Those of a client that sends them one by one cost the kernel 0.3 us each."""
+"""Size in bytes of one read. Bytes that a client sends one by one cost the kernel 0.3 us each."""
 _BURST = 0.002
-"""Seconds of CPU time that clients may take before the thread rests."""
+"""CPU time in seconds after which the thread rests."""
 _LONGEST_REST = 0.25
-"""Seconds."""
+"""Upper bound of the rest in seconds."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BUSY = Answer(503, b"too many clients wait for slow answers\n", headers=(("Retry-After", "1"),))
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
@@ -193,7 +190,7 @@ class Listener(Struct, eq=False):
 
 
 class _Connection(Struct, eq=False):
-    """One client's only request."""
+    """A connection with one client, for one request."""
 
     client: socket.socket
     handler: Handler
@@ -205,12 +202,18 @@ class _Connection(Struct, eq=False):
 
 
 class HttpServer:
-    """Serves any number of listeners. Any thread may call."""
+    """Serves any number of listeners. Any thread may call.
+
+    One request per connection, without TLS. A slow client holds a file descriptor until its deadline and
+    delays no other client. All clients together get at most a fifth of one CPU, so that they do not delay
+    syncs; so do slow answers, which are made one at a time on another thread. Without clients, the thread
+    sleeps.
+    """
 
     def __init__(self, *, retry_seconds: float = 5.0, connection_seconds: float = 15.0) -> None:
-        """*retry_seconds*: time between attempts to bind (as in kube-proxy, 5).
+        """*retry_seconds*: interval between attempts to bind (as in kube-proxy, 5).
 
-        *connection_seconds*: time for a client to send its request and receive the answer.
+        *connection_seconds*: timeout for a client to send its request and receive the answer.
         """
         self._retry_seconds = retry_seconds
         self._connection_seconds = connection_seconds
@@ -241,7 +244,7 @@ class HttpServer:
         self, name: str, bindings: Sequence[Binding], handler: Handler, *, both_families: bool = False,
         failed: Callable[[OSError], None] | None = None,
     ) -> Listener:
-        """Serve *handler* on all *bindings*, or on none if one fails; that is retried. Returns at once.
+        """Serve *handler* on all *bindings*, or on none if one fails, which is retried. Returns at once.
 
         *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
         *failed* is called on the server's thread for each new problem, which is also logged.
@@ -337,7 +340,7 @@ class HttpServer:
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
     def _serve(self, act: Callable[..., None], connection: _Connection, *arguments: Answer) -> None:
-        """Call *act* for *connection*, unless that was dropped meanwhile. A failure drops it."""
+        """Call *act* for *connection* unless it has been dropped. Drop it on failure."""
         if connection in self._connections:
             try:
                 act(connection, *arguments)
@@ -357,7 +360,7 @@ class HttpServer:
             return
         try:
             request = connection.exchange.receive(data)
-        except BadRequest as refused:
+        except HttpError as refused:
             self._answer(connection, refused.answer)
             return
         if request is None:

@@ -21,9 +21,9 @@ from kproxy_core.contract.values import Connections, Failure, Handshake
 from kproxy_core.linux.conntrack import (
     ACCT_SYSCTL,
     NO_VOLUME,
+    NatBinding,
     ResetConnection,
     ResetWatch,
-    Translation,
     Volume,
     Volumes,
     accounting_enabled,
@@ -38,10 +38,18 @@ from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.sync.observer import Synced, SyncObserver
 
-# Totals of connections by service port and endpoint, from counts that may begin again at 0. Pure.
+log = logging.getLogger("kproxy.run")
 
 KEPT = 3600.0
 """Seconds after its last connection for which the total of a former endpoint or service port is kept."""
+INTERVAL = 15.0
+"""Interval in seconds between periodic readings."""
+FRESH = 1.0
+"""Seconds for which a reading answers every request."""
+
+
+# Totals. Pure.
+
 _MISSING_FOR = 3
 """Consecutive readings without a count after which it is forgotten: a dump may lack an element."""
 
@@ -81,21 +89,21 @@ class Total(EndpointTotal):
     """Connections to one service port: to its endpoints, former ones included, and rejected ones."""
 
     rejected: int = 0
-    """For lack of endpoints."""
+    """Connections rejected for lack of endpoints."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
     rate: float = field(default=0.0, compare=False)
     """New connections a second, rejected ones included, between the last two readings."""
     settled: int = field(default=0, compare=False)
     """Connections as of the last `Totals.settle`."""
     changes: int = field(default=0, compare=False)
-    """Grows after a number has changed or an endpoint was dropped."""
+    """Incremented when a number changes or an endpoint is dropped."""
 
     @property
     def failures(self) -> int:
         return sum(self.failed.values())
 
     def resume(self, now: float) -> None:
-        """Continue a total of an earlier process. Failures and the rate begin again at 0."""
+        """Continue a total of an earlier process. Failures and the rate restart at 0."""
         self.rate, self.settled = 0.0, self.forwarded + self.rejected
         for one in (self, *self.endpoints.values()):
             one.failed, one.last = {}, now
@@ -108,13 +116,13 @@ _Name = tuple[Frontend, Destination | None, str]
 @dataclass(slots=True, eq=False)
 class _Count:
     told: Connections
-    """The sum over the elements of the pair, in the last reading that had any."""
+    """Sum over the elements of the pair in the last reading that had any."""
     missing: int = 0
     """Consecutive readings without an element."""
 
 
 class Counts:
-    """The last counts of a backend."""
+    """The last counts of a backend, which may restart at 0."""
 
     def __init__(self, known: Iterable[tuple[Family, Connections]] = ()) -> None:
         """*known*: elements of one pair add up."""
@@ -128,15 +136,15 @@ class Counts:
                      for count in counts.values()])  # fmt: skip
 
     def remember(self, family: Family, reading: Iterable[Connections]) -> None:
-        """Take in a *reading* of one family, of which nothing is new."""
+        """Record a *reading* of one family whose counts are not new."""
         for _ in self.new(family, reading):
             pass
 
     def new(self, family: Family, reading: Iterable[Connections]) -> Iterator[Connections]:
-        """Take in a *reading* of one family. Yield what was added since the last one.
+        """Record a *reading* of one family. Yield the growth since the last one.
 
-        Growth that the caller does not take is yielded after the next reading. A number that is absent while
-        its pair has others begins again at 0.
+        Growth that the caller does not consume is yielded after the next reading. A number that is absent
+        while its pair has others restarts at 0.
         """
         counts = self._of[family]
         sums: dict[_Count, Connections] = {}
@@ -175,7 +183,7 @@ def _growth(told: Connections, now: Connections) -> Connections:
 
 
 def _added(told: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what was added to each number: all of one that begins again. Empty if nothing was."""
+    """Return the growth of each number: all of one that restarted. Empty without growth."""
     if not told:
         return now
     if told == now:
@@ -187,14 +195,14 @@ def _added(told: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Totals:
-    """All totals. They only grow, until a service port has been gone for an hour."""
+    """The totals of all service ports. They only grow, and are dropped an hour after a service port."""
 
     def __init__(self) -> None:
         self.of: dict[ServicePortKey, Total] = {}
         self.unknown = 0
         """Connections to frontends that no service port owned."""
         self._moving: set[ServicePortKey] = set()
-        """Service ports with connections since the last reading but one."""
+        """Service ports with connections in the last two readings."""
 
     def add(self, family: Family, made: Iterable[Connections], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends.
@@ -239,7 +247,7 @@ class Totals:
     def carry(
         self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool
     ) -> None:
-        """Add packets and bytes exchanged with *where*, for the service port alone if it is none."""
+        """Add packets and bytes exchanged with *where*; to the service port alone if that is no endpoint."""
         total = self._total(key, now)
         total.volume = total.volume.plus(volume)
         if is_endpoint or where in total.endpoints:
@@ -290,8 +298,6 @@ class Totals:
 
 
 # The file that keeps totals from one process to the next, until the machine restarts.
-
-log = logging.getLogger("kproxy.run")
 
 _MOST_BYTES = 256 << 20
 
@@ -354,7 +360,7 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-# The service port that owns each frontend, remembered a while longer than the frontend exists.
+# Owners of frontends.
 
 _REMEMBERED = 600.0
 """Seconds for which the owner of a removed frontend is remembered: counts are read after rules change."""
@@ -365,18 +371,21 @@ class _OfFamily:
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         self.owners: dict[Frontend, ServicePortKey] = {}
         self.removed: dict[Frontend, float] = {}
-        """Time until which the owner of a frontend that no plan has is remembered."""
+        """Time until which the owner of a removed frontend is remembered."""
 
 
 class FrontendOwners(SyncObserver):
-    """Follows the acknowledged plans. Any thread may look up."""
+    """The service port that owns each frontend, remembered for a while after the frontend is removed.
+
+    Follows the acknowledged plans. Any thread may look up.
+    """
 
     def __init__(self, families: Sequence[Family], clock: Callable[[], float]) -> None:
         """*clock*: monotonic seconds."""
         self._clock = clock
         self._of = {family: _OfFamily() for family in families}
         self.before_move: Callable[[], object] = lambda: None
-        """Called before frontends get another owner: connections until now are those of the former one."""
+        """Called before frontends get another owner: earlier connections count for the former."""
 
     def sync_succeeded(self, synced: Synced) -> None:
         if not synced.steps:
@@ -418,32 +427,32 @@ class FrontendOwners(SyncObserver):
         return any(key in of.plans and where in of.plans[key].reachable for of in self._of.values())
 
 
-# Bytes and packets of Services: those of ended connections, and those of the ones in the kernel's table.
+# Volumes: bytes and packets.
 
 class Growth:
-    """Turns sums over ended and over living connections into what was added since the last reading. Pure.
+    """Computes the growth since the last reading from the sums over ended and over living connections. Pure.
 
-    A connection that ends during a reading may be in neither sum. Then the sums of its way shrink, and the
-    next reading has the connection among the ended ones, from which the difference is withheld; not from
-    later ones, as the kernel may have lost the event.
+    A connection that ends during a reading may be in neither sum. Then the sums of its NAT binding shrink,
+    and the difference is subtracted from the ended connections of the next reading, which include it; not
+    from later ones, as the kernel may have lost the event.
     """
 
     def __init__(self, alive: Volumes) -> None:
-        """*alive*: sums that are told already."""
+        """*alive*: sums that have been counted already."""
         self.alive = alive
-        self._short: dict[Translation, Volume] = {}
+        self._short: dict[NatBinding, Volume] = {}
 
-    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[Translation, Volume]]:
-        """Take in a reading. *ended*: since the last one."""
+    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[NatBinding, Volume]]:
+        """Record a reading and yield the growth. *ended*: sums since the last reading."""
         before, self.alive = self.alive, alive
         short, self._short = self._short, {}
-        for way in {**before, **alive, **ended, **short}:
-            new = _limited(ended.get(way, NO_VOLUME).plus(short.get(way, NO_VOLUME)), max)
-            grown = new.plus(alive.get(way, NO_VOLUME)).minus(before.get(way, NO_VOLUME))
+        for nat in {**before, **alive, **ended, **short}:
+            new = _limited(ended.get(nat, NO_VOLUME).plus(short.get(nat, NO_VOLUME)), max)
+            grown = new.plus(alive.get(nat, NO_VOLUME)).minus(before.get(nat, NO_VOLUME))
             if min(grown) < 0:
-                self._short[way] = _limited(grown, min)
+                self._short[nat] = _limited(grown, min)
             if max(grown) > 0:
-                yield way, _limited(grown, max)
+                yield nat, _limited(grown, max)
 
 
 def _limited(volume: Volume, limit: Callable[[int, int], int]) -> Volume:
@@ -452,14 +461,14 @@ def _limited(volume: Volume, limit: Callable[[int, int], int]) -> Volume:
 
 
 class VolumeReader:
-    """Reads the kernel's counts. `add_ended` may be called from any thread."""
+    """Reads the kernel's byte and packet counts. `add_ended` may be called from any thread."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
         self._growth = Growth({})
         self.is_counted = False
-        """The kernel counts. If not, this reads nothing."""
-        self._ended: dict[Translation, Volume] = {}
+        """The kernel counts bytes. If not, `read` returns nothing."""
+        self._ended: dict[NatBinding, Volume] = {}
         self._lock = threading.Lock()
 
     @property
@@ -474,9 +483,9 @@ class VolumeReader:
             log.info("bytes are not counted", extra={"fields": {"because": f"{ACCT_SYSCTL} is not 1"}})
 
     def start(self, alive: Volumes) -> None:
-        """Start counting if the kernel does, after `add_ended` may be called.
+        """Start counting if the kernel does. `add_ended` may have been called before.
 
-        *alive*: sums that an earlier process has told. Without any, those of the table are taken for told.
+        *alive*: sums that an earlier process has counted; empty: everything in the table counts as counted.
         """
         if not self.is_counted:
             return
@@ -489,11 +498,11 @@ class VolumeReader:
     def add_ended(self, volumes: Volumes) -> None:
         """Add the sums over connections that have ended."""
         with self._lock:
-            for way, volume in volumes.items():
-                self._ended[way] = self._ended.get(way, NO_VOLUME).plus(volume)
+            for nat, volume in volumes.items():
+                self._ended[nat] = self._ended.get(nat, NO_VOLUME).plus(volume)
 
-    def read(self) -> Sequence[tuple[Translation, Volume]]:
-        """Return the growth since the last reading, by way."""
+    def read(self) -> Sequence[tuple[NatBinding, Volume]]:
+        """Return the growth since the last reading, by NAT binding."""
         if not self.is_counted:
             return ()
         with self._lock:
@@ -505,14 +514,14 @@ class VolumeReader:
             self.add_ended(ended)
             return ()
 
-    def _read(self) -> Mapping[Translation, Volume]:
-        found: dict[Translation, Volume] = {}
+    def _read(self) -> Mapping[NatBinding, Volume]:
+        found: dict[NatBinding, Volume] = {}
         for family in self._families:
             found |= read_volumes(family)
         return found
 
 
-# Failed connections of Services: reported by connection tracking, added to the totals.
+# Failed connections.
 
 _SYN_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_syn_sent")
 _USUAL_SYN_TIMEOUT = 120
@@ -521,7 +530,7 @@ Report = Callable[[Family, Frontend, Destination, Failure], None]
 
 
 class Failures:
-    """Reports each failed connection once, through *report*, which any thread may call."""
+    """Reports each connection that connection tracking saw fail, once. Any thread may call *report*."""
 
     def __init__(self, families: Sequence[Family], report: Report) -> None:
         self._families = families
@@ -531,7 +540,7 @@ class Failures:
         self._lock = threading.Lock()
         self._watch: ResetWatch | None = None
         self.lost = 0
-        """Times that the kernel dropped events because they were not read fast enough."""
+        """Number of times that the kernel dropped events because they were not read fast enough."""
 
     def start(self, add_volumes: Callable[[Volumes], None] | None) -> None:
         """Start following events. Without them, which is logged, only unanswered connections are reported.
@@ -577,20 +586,16 @@ def _syn_timeout() -> int:
         return _USUAL_SYN_TIMEOUT
 
 
-# Reads the counts of the backend that serves, and adds them up.
+# The recorder.
 
-INTERVAL = 15.0
-"""Seconds between two periodic readings."""
-FRESH = 1.0
-"""Seconds for which a reading answers every request."""
 _READINGS_UNTIL_WRITTEN = 4
 _PROTOCOLS = frozenset(map(int, Protocol))
 _MOST_FAILURES = 1 << 20
-"""Failed connections kept between two readings."""
+"""Limit for failed connections kept between two readings."""
 
 
 class TrafficRecorder:
-    """The totals of one process. Any thread may call."""
+    """Reads the counts of the serving backend and adds them to the totals. Any thread may call."""
 
     def __init__(
         self, families: Sequence[Family], instance: BackendInstance, owners: FrontendOwners,
@@ -611,7 +616,7 @@ class TrafficRecorder:
         """Of `_instance`, as they were read last."""
         is_other = earlier.mode is not None and earlier.mode != instance.mode
         self._skip = set(families) if is_other else set[Family]()
-        """Families of which the kernel may hold counts of `_instance` that have been added already."""
+        """Families whose counts of `_instance` in the kernel may have been added already."""
         self.failures = Failures(families, self._failed)
         self._alive = earlier.alive
         self._volumes = VolumeReader(families)
@@ -620,7 +625,7 @@ class TrafficRecorder:
         self._readings = 0
         self._problem = ""
         self._silent: set[str] = set()
-        """Modes that do not count, which has been logged."""
+        """Modes that do not count, as logged."""
         self._unsorted: deque[tuple[Family, Frontend, Destination, Failure]] = deque(maxlen=_MOST_FAILURES)
         self._started = False
         self._stopped = threading.Event()
@@ -662,10 +667,11 @@ class TrafficRecorder:
             return dict(self._totals.of)
 
     def switched(self, instance: BackendInstance, *, shares: bool) -> None:
-        """Count with *instance* from now on. *shares*: its base, or itself, counts where the last one's did.
+        """Count with *instance* from now on. *shares*: it, or its base, has the same counters as the last
+        one.
 
-        Counts of a layer end with their mode: those of a later instance may be larger, and are no sequel.
-        While both modes' rules exist, each counts what either of them translates.
+        Counts of a layer end with their mode: those of a later instance may be larger, and do not continue
+        them. While both modes' rules exist, each counts the connections that either of them translates.
         """
         with self._lock:
             self._read()
@@ -692,13 +698,13 @@ class TrafficRecorder:
                 self._totals.reject(key, now)
 
     def _count_volumes(self, now: float) -> None:
-        for way, volume in self._volumes.read():
-            if way.protocol not in _PROTOCOLS:
+        for nat, volume in self._volumes.read():
+            if nat.protocol not in _PROTOCOLS:
                 continue
-            port, endpoint_port = (int.from_bytes(port, "big") for port in (way.port, way.endpoint_port))
-            key = self.owners.owner(way.family, Frontend(way.destination, Protocol(way.protocol), port))
+            port, endpoint_port = (int.from_bytes(port, "big") for port in (nat.port, nat.endpoint_port))
+            key = self.owners.owner(nat.family, Frontend(nat.destination, Protocol(nat.protocol), port))
             if key is not None:
-                where = Destination(way.endpoint, endpoint_port)
+                where = Destination(nat.endpoint, endpoint_port)
                 self._totals.carry(key, where, volume, now, is_endpoint=self.owners.uses(key, where))
 
     def _run(self) -> None:

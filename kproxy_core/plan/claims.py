@@ -1,9 +1,8 @@
 """Ownership of frontends that several service ports want: the oldest Service wins.
 
-Kubernetes keeps ClusterIPs and node ports unique, but external IPs, load balancer
-IPs and objects from files may collide. In kube-proxy the last one
-in the order of its maps wins, which can change at each sync. Here the owner depends only on
-the current wishes, never on the order in which they arose.
+Kubernetes keeps ClusterIPs and node ports unique, but external IPs, load balancer IPs and objects from files
+may collide. In kube-proxy the last one in the order of its maps wins, which can change at each sync. Here the
+owner depends only on the current claims, never on their order.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +16,7 @@ from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 Rank = tuple[str, ServicePortKey]
-"""Smaller wins: the older Service, then namespace, name, port name and protocol."""
+"""The smallest wins: the older Service, then namespace, name, port name and protocol."""
 
 _AFTER_ANY_TIME = "~"
 
@@ -38,8 +37,8 @@ class Conflict(Struct, frozen=True):
 class Claims:
     """The frontends of one family and their holders.
 
-    A change costs in proportion to its own frontends and, where they are contested,
-    to the logarithm of the number of rivals (moving a list apart).
+    The cost of a change is proportional to its own frontends and, where these are contested, to the logarithm
+    of the number of rivals (apart from moving a list).
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Claims:
         self._unreported: dict[tuple[ServicePortKey, Frontend], None] = {}
 
     def want(self, name: ServiceName, plans: tuple[ServicePlan, ...]) -> set[ServiceName]:
-        """Replace what the Service *name* wants with *plans*; empty: the Service was deleted.
+        """Replace the claims of the Service *name* by those of *plans*; empty: the Service was deleted.
 
         Return the other Services whose granted plans have changed.
         """

@@ -12,15 +12,13 @@ from kproxy_core.model.address import Address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Candidate, Destination, EndpointSlice, PortSpec, Row
 
-# The endpoints of one service port, merged from its EndpointSlices.
-
 Candidates = Sequence[Candidate]
 
 MOST_DESTINATIONS = 100_000
 """Limit for the endpoints times ports of one Service in one family, far above any real one."""
 
-_KEY = itemgetter(0)
-_new = tuple.__new__
+_KEY = _DESTINATION = itemgetter(0)
+_new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
 
 def count_destinations(slices: Mapping[str, EndpointSlice] | None) -> int:
@@ -46,8 +44,8 @@ def endpoints_of(port: PortSpec, slices: Mapping[str, EndpointSlice] | None) -> 
     Of two entries with the same address and port, one that is not terminating wins,
     then the later slice by name (undefined in kube-proxy).
 
-    Where a Service has several slices, each remembers its rows: one that changes costs what it holds, and the
-    others only a merge of sorted lists.
+    If a Service has several slices, each caches its sorted rows: a changed slice costs its own endpoints, and
+    the others only a merge of sorted lists.
     """
     if not slices:
         return ()
@@ -94,13 +92,11 @@ def _without_duplicates(rows: Iterable[Row]) -> dict[bytes, Candidate]:
     return found
 
 
-# The choice of usable endpoints by readiness, topology hints and traffic policies.
-#
-# kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints), KEP-2433 (topology hints),
-# KEP-3015 (same-node hints).
+# The choice of usable endpoints: kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints),
+# KEP-2433 (topology hints), KEP-3015 (same-node hints).
 
 class Usable(Struct, frozen=True, gc=False):
-    """The result for one service port; see the fields of ServicePlan."""
+    """The usable endpoints of one service port; see the fields of ServicePlan."""
 
     cluster: tuple[Destination, ...] = ()
     local: tuple[Destination, ...] = ()
@@ -109,7 +105,6 @@ class Usable(Struct, frozen=True, gc=False):
 
 
 _NONE = Usable()
-_DESTINATION = itemgetter(0)
 
 
 def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool) -> Usable:

@@ -1,6 +1,6 @@
-"""The fate of a packet that opens a connection to a frontend: pure, and the same for every mode.
+"""The expected fate of a packet that opens a connection to a frontend, the same in every mode. Pure.
 
-Sources as in `service_plan`; kube-proxy 1.36 has the same decisions in its rules only.
+Sources as in `service_plan`; kube-proxy 1.36 makes these decisions in its rules only.
 """
 
 import enum
@@ -19,7 +19,7 @@ class Origin(enum.Enum):
     POD = "pod"
     """A pod of this node, or of the network that the configuration calls local."""
     NODE = "node"
-    """A process in the node's own network namespace."""
+    """A process in the node's network namespace."""
     OUTSIDE = "outside"
 
 
@@ -59,9 +59,9 @@ class Outcome(enum.Enum):
 class EndpointShare(NamedTuple):
     where: Destination
     share: float
-    """Its part of new connections, 0 to 1."""
+    """Fraction of new connections, 0 to 1."""
     masqueraded: bool
-    """The endpoint sees an address of the node instead of the client's."""
+    """The endpoint sees an address of the node as the source."""
 
 
 class Policy(enum.Enum):
@@ -108,14 +108,14 @@ def origin_of(
 
 
 def is_own(address: Address, node: NodeView, addresses: Collection[Address]) -> bool:
-    """Return whether packets to *address* end on the node, whose interfaces have *addresses*; (): unknown."""
+    """Return whether the node receives packets to *address*. *addresses*: of its interfaces; (): unknown."""
     # Those that serve node ports are some of them.
     known = addresses or node.node_port_addresses
     return address == node.node_ip or address in known or is_loopback(address)
 
 
 def stand_in(origin: Origin, node: NodeView) -> Address:
-    """Return the address that stands for any sender of *origin*; outside, a documentation address."""
+    """Return an example sender of *origin*; for the outside, a documentation address."""
     local = node.local_source
     if origin is Origin.NODE:
         return node.node_ip or next(iter(node.node_port_addresses), node.family.loopback)

@@ -10,10 +10,7 @@ from kproxy_core.model.node import NodePortAddresses, NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, PortSpec, Service, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of
 
-# Service plans: the decision for one service port in one family, as backends receive it.
-
-# Half the time of the constructor of a NamedTuple, which is a Python function.
-_new = tuple.__new__
+_new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
 
 class Frontend(NamedTuple):
@@ -27,10 +24,9 @@ class Frontend(NamedTuple):
 class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     """The desired state of one service port in one family.
 
-    Three kinds of frontend: the ClusterIP (internal), external addresses (external
-    IPs and load balancer IPs) and the node port. The properties tell which endpoints
-    serve each, and what happens without any; see kube-proxy 1.36,
-    pkg/proxy/topology.go and KEP-1669, KEP-2086, KEP-2433.
+    Three kinds of frontend: the ClusterIP (internal), external addresses (external IPs and load balancer IPs)
+    and the node port. The properties tell which endpoints serve each, and what happens without any; see
+    kube-proxy 1.36, pkg/proxy/topology.go and KEP-1669, KEP-2086, KEP-2433.
     """
 
     key: ServicePortKey
@@ -39,7 +35,7 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     port: int
     """Port of the ClusterIP and of all external addresses."""
     cluster_ip: Address | None
-    """None when an older Service owns this frontend (likewise for the next three)."""
+    """None if an older Service owns this frontend; likewise for the next three fields."""
     external_ips: tuple[Address, ...] = ()
     """None of them is the ClusterIP or a load balancer IP."""
     load_balancer_ips: tuple[Address, ...] = ()
@@ -98,8 +94,8 @@ def plan_service(
 ) -> tuple[ServicePlan, ...]:
     """Plan all ports of *service* in the family of *node*.
 
-    *slices* are the service's EndpointSlices of that family by name. Empty when the
-    Service has no ClusterIP in the family.
+    *slices* are the service's EndpointSlices of that family by name. Empty if the Service has no ClusterIP in
+    the family.
     """
     cluster_ip = service.cluster_ip(node.family)
     if cluster_ip is None:
@@ -163,8 +159,8 @@ def _source_ranges(
 ) -> tuple[Cidr, ...]:
     """Return the sources that may use the load balancer IPs; () admits all.
 
-    A range that covers the node also admits the load balancer IP as a source: if that
-    address is local, the node's own connections come from it.
+    A range that covers the node also admits the load balancer IP as a source: if that address is local, the
+    node's own connections come from it.
     """
     if not service.source_ranges or not load_balancer_ips:
         return ()
@@ -195,13 +191,11 @@ def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView
     })
 
 
-# The addresses of the node that serve node ports.
-#
-# kube-proxy 1.36, pkg/proxy/util/nodeport_addresses.go, with the combinations that 1.37 allows. Unlike
-# there, a family serves no node ports at all if they are restricted to an unknown set of addresses: with
-# ``primary`` alone while the node's address is unknown, and with networks of the other family only.
+# Node port addresses.
 
 class NodePortSelection(NamedTuple):
+    """The addresses of the node that serve node ports of one family."""
+
     addresses: tuple[Address, ...]
     """Sorted, without loopback."""
     anywhere: bool = False
@@ -213,7 +207,12 @@ class NodePortSelection(NamedTuple):
 def select_node_port_addresses(
     wanted: NodePortAddresses, own: Address | None, addresses: Collection[Address], family: Family
 ) -> NodePortSelection:
-    """Select those of the node's *addresses*. *own* is its address in *family*, None: unknown."""
+    """Select among the node's *addresses*. *own* is its address in *family*; None: unknown.
+
+    As kube-proxy 1.36 (pkg/proxy/util/nodeport_addresses.go), with the combinations that 1.37 allows. But a
+    family serves no node ports if they are restricted to an unknown set of addresses: with ``primary`` alone
+    while the node's address is unknown, and with networks of the other family only.
+    """
     networks = _networks(wanted, family)
     if not wanted or any(network.prefix == 0 for network in networks):
         return NodePortSelection(_within([Cidr(family.unspecified, 0)], addresses), anywhere=True)

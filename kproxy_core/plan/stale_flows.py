@@ -5,20 +5,18 @@ endpoint, or none at all if it started before the Service existed, until its flo
 then starts a new one. Connections of TCP and SCTP end by themselves; for a TCP client that has no answer yet,
 see `is_stale_syn`.
 
-As kube-proxy 1.36 (pkg/proxy/conntrack/cleanup.go): a flow to a frontend is stale
-unless a serving endpoint answers it, and policies, hints and termination do not
-matter, because changing them must not cut working flows. Unlike there
+As kube-proxy 1.36 (pkg/proxy/conntrack/cleanup.go): a flow to a frontend is stale unless a serving endpoint
+answers it. Policies, hints and termination do not matter, because changing them must not cut working flows.
+Unlike there
 
-- only frontends whose flows may have become stale are examined;
-- a node port means the addresses that serve node ports, not every destination;
-- a changed Service counts like a changed endpoint;
-- a mode that relays in its own process answers flows itself, and handles deleted endpoints. Relays that were
-  replaced, by another mode for example, answer as well until an endpoint is deleted: they do not learn of it;
-- without any serving endpoint, and when a frontend is deleted, flows that were sent to an
-  endpoint are stale too. kube-proxy left them, as later flows are rejected anyway; but
-  clients that never pause never make a later flow (kubernetes issue 139628; changed in
-  its pull requests 139629 and 141371). Untranslated flows are kept in that case:
-  nothing here could serve them better.
+- only frontends whose flows may have become stale are examined; - a node port means the addresses that serve
+node ports, not every destination; - a changed Service counts like a changed endpoint; - a mode that relays in
+its own process answers flows itself, and handles deleted endpoints. Relays that were replaced, by another
+mode for example, answer as well until an endpoint is deleted: they do not learn of it; - without any serving
+endpoint, and when a frontend is deleted, flows that were sent to an endpoint are stale too. kube-proxy left
+them, as later flows are rejected anyway; but clients that never pause never make a later flow (kubernetes
+issue 139628; changed in its pull requests 139629 and 141371). Untranslated flows are kept in that case:
+nothing here could serve them better.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -42,10 +40,10 @@ class StaleFlows(Struct, frozen=True):
     frontends: frozenset[Frontend]
     """The examined frontends."""
     vips: Mapping[Socket, frozenset[Destination]]
-    """Valid answering endpoints by VIP and port. Empty: the frontend was deleted, or its Service has no
+    """Endpoints that may answer, by VIP and port. Empty: the frontend was deleted, or its Service has no
     serving endpoint."""
     node_ports: Mapping[int, frozenset[Destination]]
-    """Valid answering endpoints by node port."""
+    """Endpoints that may answer, by node port."""
     node_port_addresses: frozenset[Address]
 
     def __bool__(self) -> bool:
@@ -59,8 +57,8 @@ class StaleFlows(Struct, frozen=True):
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
         """Return whether a flow to *destination* must be deleted.
 
-        *answered_by* is the source of its replies: an endpoint, or *destination* itself if
-        the flow is not translated.
+        *answered_by* is the source of its replies: an endpoint, or *destination* itself if the flow is not
+        translated.
         """
         serving = self.vips.get(destination)
         if serving is None and destination[0] in self.node_port_addresses:
@@ -73,9 +71,9 @@ class StaleFlows(Struct, frozen=True):
 def is_stale_syn(destination: Socket, owner: Owner, node_port_addresses: Set[Address]) -> bool:
     """Return whether a TCP connection to *destination* that nothing has answered or translated is stale.
 
-    Its client repeats the SYN for two minutes, in vain: the kernel tracked the first one before the Service
-    existed, or while rules were missing. A SYN that a rule rejects or drops is not tracked. kube-proxy 1.36
-    keeps such connections.
+    Its client retransmits the SYN for two minutes in vain: the kernel tracked the first one before the
+    Service existed, or while rules were missing. A SYN that a rule rejects or drops is not tracked.
+    kube-proxy 1.36 keeps such connections.
     """
     address, port = destination
     return owner(Frontend(address, Protocol.TCP, port)) is not None or (
@@ -90,7 +88,7 @@ def adds_tcp(before: ServicePlan | None, after: ServicePlan | None) -> bool:
 
 
 def relay(family: Family, port: int) -> Destination:
-    """Return the answering endpoint that stands for *port* at any address of this node."""
+    """Return a destination that stands for a relay at *port* on any address of this node."""
     return Destination(family.unspecified, port)
 
 
@@ -113,9 +111,9 @@ class _UdpPort(NamedTuple):
 class StaleFlowTracker:
     """Tracks the frontends of one family whose flows may be stale. No I/O, not thread-safe.
 
-    `put` what the kernel holds, `take` the stale flows and delete them; if that fails,
-    `give_back`. Changes that leave every flow valid, such as an additional endpoint, make
-    nothing due. A new tracker treats every frontend as possibly stale.
+    Call `put` with the state of the kernel, `take` the stale flows and delete them; if that fails, call
+    `give_back`. Changes that leave every flow valid, such as an additional endpoint, make nothing due. A new
+    tracker treats every frontend as possibly stale.
     """
 
     def __init__(self) -> None:
@@ -127,9 +125,9 @@ class StaleFlowTracker:
     def put(self, key: ServicePortKey, plan: ServicePlan | None, serving: frozenset[Destination]) -> None:
         """Record that the kernel now holds *plan* for *key*; None: nothing. Ignores protocols other than UDP.
 
-        *serving* are the endpoints of `serving_destinations`, and those that stand for a `relay`. They can
-        change while the plan does not. Endpoints that the plan uses although they do not serve
-        (publishNotReadyAddresses) keep their flows, too.
+        *serving* are the endpoints of `serving_destinations`, and each `relay`. They can change while the
+        plan does not. Endpoints that the plan uses although they do not serve (publishNotReadyAddresses) keep
+        their flows, too.
         """
         if key.protocol is not Protocol.UDP:
             return
@@ -183,7 +181,7 @@ class StaleFlowTracker:
         self._due.update(self._owners)
 
     def give_back(self, stale: StaleFlows) -> None:
-        """Make *stale*, which could not be deleted, due again. It is judged by the state at that time."""
+        """Make *stale*, whose deletion failed, due again. The state at the next `take` decides."""
         self._due |= stale.frontends
 
     def _serving(self, frontend: Frontend) -> frozenset[Destination]:

@@ -1,4 +1,4 @@
-"""The syncs of one IP family: their times, and the consequences of success and failure."""
+"""The syncs of one IP family: when they run, and what follows from success and failure."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from kproxy_core.sync.plans import FamilyPlans
 log = logging.getLogger("kproxy.run")
 
 _ESCALATE_AFTER = 2
-"""Failures in a row after which a full sync is requested."""
+"""Consecutive failures after which a full sync is requested."""
 
 _REMEMBERED_TRIGGERS = 10_000
 """Bound on changes whose latency is recorded after a series of failed syncs. The oldest are dropped."""
 
 _GIANT_REST_SHARE = 4
-"""Times the CPU time of a sync for a giant that the next one waits. Other Services do not wait for that."""
+"""Rest after a sync for a giant, as a multiple of its CPU time. Other Services are not delayed."""
 
 
 class FamilySync:
@@ -189,7 +189,7 @@ class FamilySync:
 
     @property
     def _is_incomplete(self) -> bool:
-        """A sync succeeded, and has to be made again all the same."""
+        """The last sync succeeded but must be repeated."""
         return bool(self.plans.unserved) or bool(self._degraded)
 
     def _cost(self) -> float:

@@ -1,5 +1,6 @@
-"""Deletion of tracked flows: stale ones of UDP after each sync, and TCP connections older than their
-rules.
+"""Deletion of tracked flows after syncs: stale UDP flows, and TCP connections older than their rules.
+
+Each runs on its own thread, because walking conntrack takes 10 ms or more.
 """
 
 import logging
@@ -19,15 +20,13 @@ from kproxy_core.plan.service_plan import Frontend, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
 
-# Deletion of TCP connections that began before there were rules for them, on its own thread.
-
 log = logging.getLogger("kproxy.run")
 
 _BOTH_FAMILIES = 0.05
-"""Seconds in which the other family is synced, too."""
+"""Delay in seconds, so that one search covers the sync of the other family, too."""
 _REST = 1.0
-"""Seconds after searches: walking conntrack takes 10 ms or more, and Services may be created in a row.
-Clients repeat a SYN after a second at the earliest."""
+"""Minimum seconds between searches: Services may be created in a row. Clients retransmit a SYN after a second
+at the earliest."""
 
 
 Search = Callable[[Family, Callable[[Socket], bool]], int]
@@ -35,7 +34,9 @@ Search = Callable[[Family, Callable[[Socket], bool]], int]
 
 
 class EarlyConnections(SyncObserver):
-    """Searches after each sync that adds TCP frontends, or before which rules were missing.
+    """Deletes TCP connections that began before the rules for them existed.
+
+    Searches after each sync that adds TCP frontends, or before which rules were missing.
 
     A first sync that writes nothing shows that none were missing. A failed search is repeated after the next
     sync.
@@ -94,12 +95,12 @@ class EarlyConnections(SyncObserver):
         self._deleted(family, deleted, self._clock() - started)
 
 
-# Deletion of stale UDP flows after each sync, on its own thread: walking conntrack takes 10 ms or more.
+# Stale UDP flows.
 
 class Deletion:
-    """One set of stale flows while they are being deleted, by a thread that judges each flow when it sees it.
+    """One set of stale flows during its deletion, whose thread checks each flow that the kernel lists.
 
-    Newer syncs start flows that the set knows nothing of: flows to their frontends are spared.
+    Newer syncs start flows that the set does not know: flows to their frontends are spared.
     """
 
     def __init__(self, stale: StaleFlows) -> None:
@@ -108,7 +109,7 @@ class Deletion:
 
     @property
     def is_incomplete(self) -> bool:
-        """Flows were spared, and must be judged again."""
+        """Flows were spared, and must be checked again."""
         return bool(self._spared & self.stale.frontends)
 
     def spare(self, frontends: frozenset[Frontend]) -> None:

@@ -21,13 +21,17 @@ from kproxy_core.sync.observer import Folded, SyncObserver
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
 
-# Calls that other threads leave for one thread to make.
+log = logging.getLogger("kproxy.run")
+
+_T = TypeVar("_T")
 
 Call = Callable[[], None]
 
 
 class Inbox:
-    """`put` may be called from any thread and from signal handlers, `take` by one thread.
+    """Calls that other threads leave for one thread to make.
+
+    `put` may be called from any thread and from signal handlers, `take` by one thread.
 
     Waits with select instead of SimpleQueue.get, whose timeout may last for ever: if it expires before the
     thread sleeps, the rest is negative, which means no timeout (CPython 3.11, Modules/_queuemodule.c).
@@ -54,18 +58,11 @@ class Inbox:
         return [self._calls.get_nowait() for _ in range(self._calls.qsize())]
 
 
-# The thread that makes all decisions.
-#
-# Other threads put calls into its inbox. A turn makes these calls, plans the changes, hands them to the
-# backend, and reports the result to the observers.
-
-log = logging.getLogger("kproxy.run")
-
-_T = TypeVar("_T")
-
-
 class Loop:
     """Takes in events, and syncs each family when that is due.
+
+    Other threads put calls into its inbox. A turn makes these calls, plans the changes, passes them to the
+    backend, and reports the result to the observers.
 
     `emit`, `call`, `post`, `set_addresses` and `stop` may be called from any thread, all but `call` also from
     signal handlers; everything else belongs to the thread of `run`.

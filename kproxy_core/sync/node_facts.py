@@ -33,7 +33,7 @@ class NodeFacts:
         self.node: NodeObject | None = None
         self.service_cidrs: tuple[Cidr, ...] = ()
         self.addresses = addresses
-        """Of all interfaces."""
+        """Addresses of all interfaces."""
         self._settings = settings
         self._reported: dict[Family, str] = {}
         self._pod_networks: dict[Family, Cidr] = {}

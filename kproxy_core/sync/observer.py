@@ -49,11 +49,11 @@ class Synced(Struct, frozen=True, kw_only=True):
     named: Sequence[str] = ()
     """The first API objects whose changes were programmed, with their resource versions."""
     problem: str = ""
-    """What the backend could not serve, or not as its mode does, for people; "": nothing."""
+    """What the backend could not serve, or not as its mode should, for people; "": nothing."""
     is_first: bool = False
     """The first success of this family in this process."""
     rules_were_missing: bool = False
-    """A full sync wrote rules, or another process had changed them since the last one."""
+    """A full sync had to write rules, or another process had changed them since the last one."""
 
     @property
     def family(self) -> Family:

@@ -1,4 +1,4 @@
-"""When the sync loop may run."""
+"""Pacing of the syncs of one family."""
 
 import math
 
@@ -9,21 +9,21 @@ _REST_SHARE = 4
 """Rest this many times the CPU time of a run: runs cost at most a fifth of one CPU."""
 
 _FULL_PERIOD = 3600.0
-"""Seconds from one full run to the next."""
+"""Interval in seconds between full runs."""
 _RETRY_ON_REQUEST = 1.0
-"""Seconds after a failure to the retry, at most, once a new change may fix it."""
+"""Upper bound in seconds for the retry after a failure, once a new change may fix it."""
 
 _SHORTEST_REPAIR_REST = 0.02
 """Seconds."""
 _REPAIR_CREDIT = 1.0
-"""Seconds of rest that repairs may owe, so that two unrelated damages in a row are both repaired at once."""
+"""Seconds of rest that repairs may postpone, so that two unrelated damages are both repaired at once."""
 
 
 class Pacing:
     """Bounds how often one family is synced, without delaying a lone change.
 
-    Without a *min_interval* runs are paced by their cost in CPU time: after a partial run the next may start
-    once four times as long has passed. A full run delays no change, because a change costs less. With a
+    Without a *min_interval* runs are paced by their CPU time: after a partial run the next may start when
+    four times as long has passed. A full run delays no change, because a change costs less. With a
     *min_interval* a run takes a token; there are *burst* of them, and one is added every *min_interval*
     seconds while nothing runs (kube-proxy's bounded-frequency runner).
 
@@ -40,7 +40,7 @@ class Pacing:
     def __init__(
         self, *, min_interval: float, retry_cap: float, burst: int = 2, shortest_rest: float = 0.001
     ) -> None:
-        """All in seconds. A *min_interval* of 0: by cost, with at least *shortest_rest* between two runs."""
+        """All in seconds. A *min_interval* of 0: pace by cost, with at least *shortest_rest* between runs."""
         self._by_cost = min_interval <= 0
         self._tokens = TokenBucket(min_interval, burst)
         self._shortest_rest = shortest_rest
@@ -76,7 +76,7 @@ class Pacing:
             self._retry_at = min(self._retry_at, self._ended_at + _RETRY_ON_REQUEST)
 
     def request_repair(self) -> None:
-        """Request a full run as soon as the rest after the last one is over."""
+        """Request a full run when the rest after the last one is over."""
         self._repair_wanted = True
 
     def due(self, now: float) -> Scope | None:

@@ -21,7 +21,7 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_loc
 _UDP = Protocol.UDP
 
 GIANT = 10_000
-"""Endpoints times ports above which a Service is a giant: a change of it takes some 0.1 s."""
+"""Threshold in endpoints times ports for a giant: a change of such a Service takes some 0.1 s."""
 
 
 class Step(NamedTuple):
@@ -41,7 +41,7 @@ class HealthCheck(NamedTuple):
 class FamilyPlans:
     """Plans changes and remembers them until `acknowledge`. One thread, no I/O.
 
-    A change costs what its Services cost. Only another node name, zone or address makes it plan all of them.
+    Only changed Services are planned; all are after a change of the node's name, zone or address.
     """
 
     def __init__(self, family: Family, store: Store) -> None:
@@ -49,9 +49,9 @@ class FamilyPlans:
         self.node = NodeView(family=family, name="")
         """Set by `set_node`."""
         self.addresses: frozenset[Address] = frozenset()
-        """Of the node's interfaces, set by `set_node`. No plan depends on them."""
+        """Addresses of the node's interfaces, set by `set_node`. No plan depends on them."""
         self.plans: dict[ServicePortKey, ServicePlan] = {}
-        """All service ports."""
+        """Plans of all service ports."""
         self.node_changed = True
         self.unserved: Mapping[ServicePortKey, str] = {}
         """Acknowledged service ports that the backend could not serve, with the reason."""
@@ -134,7 +134,7 @@ class FamilyPlans:
 
     @property
     def differs(self) -> bool:
-        """The backend has work: something is not acknowledged, or could not be served."""
+        """A plan is not acknowledged, or could not be served."""
         return bool(self._before) or bool(self.unserved) or self.node_changed
 
     def update(self, scope: Scope) -> Update:
@@ -142,7 +142,7 @@ class FamilyPlans:
         return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
 
     def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
-        """Take the last update as done, except for *unserved*, which is part of the next one.
+        """Record that the last update is done, except for *unserved*, which is part of the next one.
 
         Return the changes since the last acknowledgement.
         """

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.contract.values import Connections, Failure, Handshake
-from kproxy_core.linux.conntrack import Translation, Volume
+from kproxy_core.linux.conntrack import NatBinding, Volume
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.observe.traffic import (
@@ -269,7 +269,7 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     totals = Totals()
     totals.add(V4, made, lambda family, frontend: WEB, 1.0)
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
-    to_one = Translation(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90")
+    to_one = NatBinding(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90")
     alive = {to_one: Volume(5, 6, 7, 8)}
     StoredTotals(str(tmp_path / "state")).write(Stored("one", totals.of, list(counts), alive))
     found = StoredTotals(str(tmp_path / "state")).read(1.0)

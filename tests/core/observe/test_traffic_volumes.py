@@ -3,11 +3,11 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kproxy_core.linux.conntrack import Translation, Volume
+from kproxy_core.linux.conntrack import NatBinding, Volume
 from kproxy_core.model.address import Address, Family
 from kproxy_core.observe.traffic import Growth
 
-WAY = Translation(Family.IPV4, 6, Address(bytes(4)), b"\0P", Address(bytes([10, 1, 0, 1])), b"\x1f\x90")
+WAY = NatBinding(Family.IPV4, 6, Address(bytes(4)), b"\0P", Address(bytes([10, 1, 0, 1])), b"\x1f\x90")
 
 
 def volume(number: int) -> Volume:
