@@ -42,29 +42,17 @@ from kproxy_core.model.timing import STABLE, Backoff, TokenBucket
 
 log = logging.getLogger("kproxy.sources")
 
-MOST_HELD = 512 << 20
-"""Limit in bytes for the encodings of all objects of one kind, far above those of the largest clusters."""
-
 _PER_OBJECT = 1 << 10
 """Bytes added to the encoding of each object: a small one takes more in memory."""
 
 WATCH_SECONDS = 300
 """Minimum duration of a watch in seconds; up to twice as long by chance (as client-go's)."""
 
-WATCH_SILENCE = 90.0
-"""Timeout in seconds for a silent watch: there is a bookmark a minute at least.
-
-A longer silence means a server that hangs, or a connection that a load balancer in between has lost.
-"""
-
 FIRST_PAGE = 500
 """Objects in the first page of a list."""
 
 PAGE_BYTES = 4 << 20
 """Target size in bytes of the pages after it: objects differ in size by three orders of magnitude."""
-
-MAX_LIST = 4 << 30
-"""Limit in bytes for everything that exists, in a list or at the start of a watch."""
 
 FIRST_BATCH = 10_000
 """Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch

@@ -41,15 +41,6 @@ CONNECT_TIMEOUT = 10.0
 READ_SIZE = 128 << 10
 """Size in bytes of one read, so that a burst which waits in the kernel is one batch."""
 
-MIN_RATE = 16 << 10
-"""Minimum sustained rate of a list, bytes/s."""
-
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 10, 3
-"""Seconds of silence before a peer is probed, seconds between probes, and limit of unanswered probes."""
-
-PEER_TIMEOUT = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
-"""Seconds after which the kernel notices that a peer vanished."""
-
 _USER_AGENT = f"kproxy/{kproxy_core.__version__}"
 _FRAME_HEADER = 4
 """Bytes of a frame's length, in network order: apimachinery's LengthDelimitedFramer."""
@@ -73,7 +64,7 @@ class Aborted(OSError):
 
 
 class TooSlow(TimeoutError):
-    """The answer arrived at less than `MIN_RATE`."""
+    """The answer arrived at less than `Limits.min_rate`."""
 
 
 # Content types.
@@ -186,12 +177,6 @@ class Frames:
 
 # Sockets under urllib3, which another thread can shut down.
 
-CONNECT_TIMEOUT = 10.0
-"""Timeout in seconds for connecting, for a proxy's answer and for each step of a TLS handshake."""
-
-PIECE = 128 << 10
-"""Bytes read at once, so that a burst which waits in the kernel is one batch."""
-
 
 class Limits(Struct, frozen=True, kw_only=True):
     """Limits on the silence, the duration and the size of an API server's answers."""
@@ -199,7 +184,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     keepalive: tuple[int, int, int] = (15, 10, 3)
     """Seconds of silence before a peer is probed, seconds between probes, and unanswered probes."""
 
-    slowest: int = 16 << 10
+    min_rate: int = 16 << 10
     """Minimum sustained rate of a list, bytes/s."""
 
     allowance: float = 60.0
@@ -345,7 +330,7 @@ class AbortableSocket:
     def start_answer(self, silence: float, allowance: float = 0.0) -> None:
         """Set the limits of the next answer: *silence* is the timeout in seconds between bytes.
 
-        *allowance*: seconds that it may take in all, and one more for each `Limits.slowest` bytes. 0 sets
+        *allowance*: seconds that it may take in all, and one more for each `Limits.min_rate` bytes. 0 sets
         no limit.
         """
         self.silence = silence
@@ -403,7 +388,7 @@ class AbortableSocket:
             return self.silence
         started, allowance = self._deadline
         lasted = time.monotonic() - started
-        left = allowance + self._received / self._limits.slowest - lasted
+        left = allowance + self._received / self._limits.min_rate - lasted
         if left <= 0:
             raise TooSlow(f"received only {self._received} bytes in {lasted:.0f} s")
         return left

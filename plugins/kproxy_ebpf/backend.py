@@ -38,7 +38,7 @@ from kproxy_ebpf.kernel.port import Kernel, leave_to_rules, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
 from kproxy_ebpf.render import preview, render_text
 from kproxy_ebpf.settings import read_settings
-from kproxy_ebpf.traffic import Counted
+from kproxy_ebpf.traffic import Traffic
 from kproxy_ebpf.watch import Look, Watcher
 
 log = logging.getLogger("kproxy.ebpf")
@@ -60,7 +60,7 @@ class EbpfBackend(LayeredBackend):
         self._settings = read_settings(settings)
         self._families_served = settings.families
         self._counted = settings.count_traffic
-        self._counts = Counted(self._settings)
+        self._counts = Traffic(self._settings)
         self._compilation: Compilation | None = None
         self._kernel: Kernel | None = None
         self._families: dict[Family, FamilyState] = {}

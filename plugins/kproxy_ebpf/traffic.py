@@ -19,7 +19,7 @@ class _Element(NamedTuple):
     meaning: Connections
 
 
-class Counted:
+class Traffic:
     """The counts of programs."""
 
     def __init__(self, settings: Settings) -> None:

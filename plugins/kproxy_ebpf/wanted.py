@@ -14,7 +14,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, frontend_key, node_port_key
 
 
-class Frontend(NamedTuple):
+class FrontendElement(NamedTuple):
     """An address that local sockets dial."""
 
     key: bytes
@@ -28,7 +28,7 @@ class Group(NamedTuple):
 
     name: str
     """``cluster`` or ``local``: which of the plan's endpoints."""
-    frontends: tuple[Frontend, ...]
+    frontends: tuple[FrontendElement, ...]
     endpoints: tuple[Destination, ...]
 
 
@@ -41,9 +41,9 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     """
     if plan.key.protocol is Protocol.SCTP:
         return
-    internal: list[Frontend] = []
+    internal: list[FrontendElement] = []
     if plan.cluster_ip is not None:
-        internal.append(Frontend(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), 0))
+        internal.append(FrontendElement(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), 0))
     keys = [
         frontend_key(address, plan.key.protocol, plan.port)
         for address in (plan.external_ips if plan.source_ranges else plan.external_addresses)
@@ -51,7 +51,7 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     if plan.node_port:
         keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
     flag = SHORT_CIRCUITS[plan.family] if plan.external_policy_local else MASQUERADES_PODS
-    external = [Frontend(key, flag) for key in keys]
+    external = [FrontendElement(key, flag) for key in keys]
     if plan.internal_policy_local:
         if internal and plan.local:
             yield Group("local", tuple(internal), plan.local)

@@ -14,8 +14,8 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.batch import References
 from kproxy_iptables.names import FILTER, NAT
-from kproxy_iptables.skeleton import ALL_JUMPS, BLOCK_LOCALNET, Facts, constant_rules
-from kproxy_iptables.wanted import Rule, Style, Wanted, make_style, wanted
+from kproxy_iptables.skeleton import ALL_JUMPS, BLOCK_LOCALNET, Facts, skeleton
+from kproxy_iptables.wanted import DispatchRule, Style, Wanted, make_style, wanted
 from kproxy_xtables.rules import ChainKey, append_commands, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
@@ -85,8 +85,8 @@ class Applied:
         stale: dict[str, None] = {}
         growth: Counter[str] = Counter()
         chain_rules = 0
-        removed: list[Rule] = []
-        added: list[Rule] = []
+        removed: list[DispatchRule] = []
+        added: list[DispatchRule] = []
         for key, plan in changed.items():
             old = self.plans.get(key)
             before = wanted(old, style) if old else _EMPTY
@@ -121,7 +121,7 @@ class Applied:
         self.endpoints = difference.endpoints
 
 
-class Comparison:
+class FullDifference:
     """The difference between all plans and a fresh read of the kernel, computed while it is being written.
 
     `chains` must be exhausted before `references` and `stale` are used.
@@ -130,7 +130,7 @@ class Comparison:
     def __init__(self, observed: Observed, plans: Plans, node: NodeView, facts: Facts) -> None:
         self._observed = observed
         self._plans = plans
-        self._constant = constant_rules(node, facts)
+        self._constant = skeleton(node, facts)
         self._style = make_style(node, facts, count_endpoints(plans))
         self._facts = facts
         self._rules: dict[ChainKey, list[str]] = {}

@@ -4,25 +4,24 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from pathlib import Path
 
 from kproxy_core.contract import KernelSide, Question
-from kproxy_core.model.address import Address, Protocol, format_address, is_loopback, parse_address
+from kproxy_core.model.address import Address, Protocol, is_loopback, parse_address
 from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, kind_of
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_iptables import kernel
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
-from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
+from kproxy_iptables.skeleton import JUMPS, Facts, skeleton
 from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables import tables as over_netlink
 from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables, Unusable
-from kproxy_xtables.walk import Flight, Ruleset, Walk
+from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 _FEW = 12
 """Packets for which single chains are read."""
 _MOST_READ = 60
 """Chains that are read one by one: a call takes 4 ms, all of 10,000 Services take a second."""
-_RECENT = Path("/proc/thread-self/net/xt_recent")
 
 
 def explain(questions: Sequence[Question], tables: Tables | None) -> list[KernelSide]:
@@ -64,13 +63,7 @@ class _Rules(Ruleset):
     """Chains, and the kernel's lists of recent clients."""
 
     def is_recent(self, name: str, source: Address) -> bool:
-        try:
-            lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
-        except OSError:
-            return False
-        # The kernel writes IPv6 addresses in full.
-        text = format_address(source) if len(source) == 4 else source.hex(":", 2)
-        return any(f"src={text} " in line for line in lines)
+        return kernel.is_recent(name, source)
 
 
 class _OnDemand(_Rules):
@@ -117,7 +110,7 @@ def _written(question: Question) -> dict[ChainKey, list[str]]:
             found[NAT, chain] = [line.removeprefix(f"-A {chain} ") for line in text.splitlines()]
         for rule in own.rules:
             found[rule.table, rule.chain].append(rule.spec)
-    for key, rules in constant_rules(node, Facts()).items():
+    for key, rules in skeleton(node, Facts()).items():
         found[key] += rules
     return found
 
@@ -133,18 +126,18 @@ def follow(question: Question, walk: Walk) -> Fate:
     """Return the fate of a packet that the nat table may translate."""
     outgoing = question.packet.origin is Origin.NODE
     choices: dict[object, EndpointShare] = {}
-    ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Flight.of(question.packet))
+    ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Skb.of(question.packet))
     for end in ends:
-        flight = end.flight
+        skb = end.skb
         outcome, masqueraded = end.outcome, False
         if outcome is None:
-            to_node = walk.is_local(flight.destination)
-            chains = _chains_after(outgoing, to_node, flight.translated)
-            outcome, masqueraded = walk.onward(chains, flight)
+            to_node = walk.is_local(skb.destination)
+            chains = _chains_after(outgoing, to_node, skb.translated)
+            outcome, masqueraded = walk.onward(chains, skb)
         if outcome is not None:
             return Fate(outcome, walk.reason)
-        if flight.translated:
-            where = flight.where
+        if skb.translated:
+            where = skb.where
             known = choices.get(where)
             choices[where] = EndpointShare(where, end.share + (known.share if known else 0.0), masqueraded)
     if choices:

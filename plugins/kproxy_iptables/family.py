@@ -10,7 +10,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch, kernel
-from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
+from kproxy_iptables.applied import Applied, FullDifference, Plans, count_endpoints, owner_of
 from kproxy_iptables.kernel import enable_route_localnet, ensure_counters, read_facts
 from kproxy_iptables.skeleton import Facts, rules_differ, serves_loopback
 from kproxy_iptables.wanted import make_style
@@ -98,7 +98,7 @@ class FamilyState:
 
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         woken = self.tables.wake()
-        comparison = Comparison(kernel.read(self.tables), plans, node, self._facts)
+        comparison = FullDifference(kernel.read(self.tables), plans, node, self._facts)
         per_call = self.tables.chains_per_call
         self._send(batch.inputs(comparison.chains(), comparison.references, chains_per_call=per_call))
         try:

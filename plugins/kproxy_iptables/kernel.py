@@ -1,28 +1,57 @@
-"""Input and output of the mode: settings that rules depend on, tables read, and accounting objects."""
+"""Input and output of the mode: tables, lists of recent clients, accounting objects and settings."""
 
 import errno
 import logging
+from pathlib import Path
 
 from kproxy_core.contract import SyncFailed
 from kproxy_core.linux import messages as netlink
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.model.address import Address, format_address
 from kproxy_iptables import names
 from kproxy_iptables.applied import Observed, fingerprint
 from kproxy_iptables.skeleton import Facts
 from kproxy_xtables.tables import Tables
 
-# The kernel's accounting objects (linux/netfilter/nfnetlink_acct.h), with which some rules count packets.
-#
-# In a kernel without them the same rules are written without the match that counts.
-
 log = logging.getLogger("kproxy.iptables")
+
+_RECENT = Path("/proc/thread-self/net/xt_recent")
 
 _NEW, _GET = 7 << 8, 7 << 8 | 1
 _NAME, _PACKETS = 1, 2
 _PRESENT = (errno.EEXIST, errno.EBUSY)
 
+
+def read(tables: Tables) -> Observed:
+    """Read the chains and rules of one family that matter to this mode. Raises HostError."""
+    observed = Observed()
+    for saved in tables.save():
+        table, chain, lines = saved
+        if names.is_service_chain(table, chain):
+            observed.service_chains[chain] = fingerprint("".join(lines))
+        elif names.is_ours(table, chain) or chain == names.KUBELET_FIREWALL:
+            observed.chains[table, chain] = saved.rules
+        else:
+            jumps = [line for line in lines if "-j KUBE-" in line]
+            observed.chains[table, chain] = saved._replace(lines=jumps).rules
+    return observed
+
+
+def is_recent(name: str, source: Address) -> bool:
+    """Return whether the list *name* of the match ``recent`` holds *source*; False if it can't be read."""
+    try:
+        lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    # The kernel writes IPv6 addresses in full.
+    text = format_address(source) if len(source) == 4 else source.hex(":", 2)
+    return any(f"src={text} " in line for line in lines)
+
+
+# Accounting objects (linux/netfilter/nfnetlink_acct.h), with which some rules count packets. In a kernel
+# without them the same rules are written without the match that counts.
 
 def ensure_counters() -> frozenset[str]:
     """Create the missing objects of `names.COUNTERS`. Return the names of those that exist."""
@@ -51,7 +80,7 @@ def _named(name: str) -> bytes:
     return netlink.NFGENMSG.pack(0, 0, 0) + netlink.text_attribute(_NAME, name)
 
 
-# Kernel settings that the rules depend on.
+# Settings.
 
 def read_facts(counters: frozenset[str], *, localhost_node_ports: bool) -> Facts:
     """Read the kernel's settings. *counters* are the existing accounting objects."""
@@ -69,20 +98,3 @@ def enable_route_localnet() -> None:
             log.info("route_localnet enabled for node ports on localhost")
     except HostError as error:
         raise SyncFailed(f"{error}; iptables.localhostNodePorts requires it") from error
-
-
-# Reading of the tables, reduced to the chains and rules that matter to this mode.
-
-def read(tables: Tables) -> Observed:
-    """Read all tables of one family. Raises HostError."""
-    observed = Observed()
-    for saved in tables.save():
-        table, chain, lines = saved
-        if names.is_service_chain(table, chain):
-            observed.service_chains[chain] = fingerprint("".join(lines))
-        elif names.is_ours(table, chain) or chain == names.KUBELET_FIREWALL:
-            observed.chains[table, chain] = saved.rules
-        else:
-            jumps = [line for line in lines if "-j KUBE-" in line]
-            observed.chains[table, chain] = saved._replace(lines=jumps).rules
-    return observed

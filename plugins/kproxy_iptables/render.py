@@ -4,7 +4,7 @@ import sys
 
 from kproxy_core.contract import Preview, Update
 from kproxy_iptables import batch, kernel
-from kproxy_iptables.applied import Comparison, Observed
+from kproxy_iptables.applied import FullDifference, Observed
 from kproxy_iptables.kernel import read_facts, read_packets
 from kproxy_iptables.names import COUNTERS
 from kproxy_iptables.settings import Settings
@@ -17,10 +17,10 @@ def render_text(update: Update, settings: Settings) -> str:
     """Return the rules of a resync in an empty kernel without accounting objects."""
     localhost = serves_loopback(update.node, enabled=settings.localhost_node_ports)
     facts = Facts(localhost_node_ports=localhost)
-    return comparison_text(Comparison(Observed(), update.plans, update.node, facts))
+    return difference_text(FullDifference(Observed(), update.plans, update.node, facts))
 
 
-def comparison_text(comparison: Comparison) -> str:
+def difference_text(comparison: FullDifference) -> str:
     """Return the input for iptables-restore that removes the differences, without stale chains."""
     return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
 
@@ -34,6 +34,6 @@ def preview(update: Update, settings: Settings) -> Preview:
     counters = frozenset(name for name in COUNTERS if read_packets(name) is not None)
     facts = read_facts(counters, localhost_node_ports=localhost)
     observed = kernel.read(Tables(update.family, find_variant()))
-    comparison = Comparison(observed, update.plans, update.node, facts)
-    text = comparison_text(comparison) + "".join(batch.deletions(comparison.stale, sys.maxsize))
+    comparison = FullDifference(observed, update.plans, update.node, facts)
+    text = difference_text(comparison) + "".join(batch.deletions(comparison.stale, sys.maxsize))
     return Preview(comparison.operations, text)

@@ -60,7 +60,7 @@ _DISPATCH = (
 )
 
 
-def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
+def skeleton(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
     """Return the rules of each fixed chain. Rules of service ports stand before them."""
     mark, accept, masquerade = mark_rules(node)
     invalid: list[str] = []

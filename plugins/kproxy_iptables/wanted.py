@@ -22,7 +22,7 @@ LARGE_CLUSTER = 1000
 """With more endpoints than this, rules of single endpoints have no comments."""
 
 
-class Rule(NamedTuple):
+class DispatchRule(NamedTuple):
     """One rule in one of the fixed chains."""
 
     table: str
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     chains: dict[str, str]
     """Chains of its own in nat: name -> rules, as complete ``-A`` lines. Each chain stands before those that
     jump to it."""
-    rules: list[Rule]
+    rules: list[DispatchRule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +187,12 @@ def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
     return append_commands(chains.firewall, [*admitted, f'-m comment --comment "{dropped}"'])
 
 
-def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[Rule]:
+def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[DispatchRule]:
     """Yield the rules that send frontends to chains, or refuse them without a usable endpoint."""
     key = plan.key
 
-    def rule(table: str, chain: str, address: Address, comment: str, target: str) -> Rule:
-        return Rule(table, chain, f"{_match(plan, style, address, comment)} -j {target}")
+    def rule(table: str, chain: str, address: Address, comment: str, target: str) -> DispatchRule:
+        return DispatchRule(table, chain, f"{_match(plan, style, address, comment)} -j {target}")
 
     if plan.cluster_ip is not None:
         if plan.has_internal_endpoints:
@@ -216,24 +216,24 @@ def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[R
         yield from _node_port_rules(plan, style, chains)
     if plan.health_check_node_port:
         text = f"{key} health check node port"
-        yield Rule(
+        yield DispatchRule(
             FILTER, names.NODE_PORTS,
             f'-p tcp -m comment --comment "{text}" -m tcp --dport {plan.health_check_node_port} -j ACCEPT',
         )  # fmt: skip
 
 
-def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[Rule]:
+def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[DispatchRule]:
     protocol = _PROTOCOLS[plan.key.protocol]
     if plan.has_endpoints:
         match = f'-p {protocol} -m comment --comment "{plan.key}" -m {protocol} --dport {plan.node_port}'
         if style.localhost_node_ports_counted:
             counted = f"-m nfacct --nfacct-name {names.LOCALHOST_COUNTER}"
             loopback = style.node.family.loopback_cidr
-            yield Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}")
-        yield Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}")
+            yield DispatchRule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}")
+        yield DispatchRule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}")
     if not plan.has_external_endpoints:
         reason, target = _refusal(plan, style)
-        yield Rule(
+        yield DispatchRule(
             FILTER, names.EXTERNAL_SERVICES,
             f'-p {protocol} -m comment --comment "{reason}" -m addrtype --dst-type LOCAL'
             f" -m {protocol} --dport {plan.node_port} -j {target}",

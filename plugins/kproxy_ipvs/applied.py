@@ -15,18 +15,18 @@ from kproxy_ipvs import names
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
-    Element,
     Scheduling,
-    Server,
     ServerKey,
+    SetEntry,
     Style,
+    VirtualServer,
     Wanted,
     has_short_circuit,
     wanted,
 )
 
 _T = TypeVar("_T")
-_Claims = dict[ServicePortKey, Server]
+_Claims = dict[ServicePortKey, VirtualServer]
 """The service ports that want one virtual server, and the server that each of them wants."""
 
 _NOTHING = Wanted()
@@ -51,8 +51,8 @@ class Difference(Struct):
     deleted: list[DeleteServer] = field(default_factory=list)
     draining: list[tuple[ServerKey, Destination]] = field(default_factory=list)
     """Real servers that get no new connections and are deleted once they have none."""
-    adds: list[Element] = field(default_factory=list)
-    deletes: list[Element] = field(default_factory=list)
+    adds: list[SetEntry] = field(default_factory=list)
+    deletes: list[SetEntry] = field(default_factory=list)
     bind: set[Address] = field(default_factory=set)
     unbind: set[Address] = field(default_factory=set)
     wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Applied(Struct):
 
     _wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
     _claims: dict[ServerKey, _Claims] = field(default_factory=dict)
-    _elements: Counter[Element] = field(default_factory=Counter)
+    _elements: Counter[SetEntry] = field(default_factory=Counter)
     _addresses: Counter[Address] = field(default_factory=Counter)
 
     @classmethod
@@ -96,11 +96,11 @@ class Applied(Struct):
         return applied
 
     @property
-    def servers(self) -> dict[ServerKey, Server]:
+    def servers(self) -> dict[ServerKey, VirtualServer]:
         return {key: _owner(claims) for key, claims in self._claims.items()}
 
     @property
-    def elements(self) -> Collection[Element]:
+    def elements(self) -> Collection[SetEntry]:
         return self._elements.keys()
 
     @property
@@ -111,7 +111,7 @@ class Applied(Struct):
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
         """Return the operations that bring the kernel from here to the *changed* plans. O(changed)."""
         difference = Difference()
-        elements: Counter[Element] = Counter()
+        elements: Counter[SetEntry] = Counter()
         addresses: Counter[Address] = Counter()
         touched: dict[ServerKey, _Claims] = {}
         for key, plan in changed.items():
@@ -178,7 +178,7 @@ class Applied(Struct):
         return next(mark for mark in marks if ServerKey.marked(style.family, mark) not in taken)
 
 
-def compare_all(
+def compare(
     expected: Applied, servers: Mapping[ServerKey, HeldServer], entries: Entries,
     addresses: Iterable[Address], foreign: Iterable[ServerKey],
 ) -> Difference:
@@ -198,7 +198,7 @@ def compare_all(
     ]  # fmt: skip
     wanted_entries = {(element.set, element.entry) for element in expected.elements}
     difference.deletes = [
-        Element(kind, entry, mark)
+        SetEntry(kind, entry, mark)
         for kind, held in entries.items()
         for entry, mark in held.items()
         if (kind, entry) not in wanted_entries
@@ -239,7 +239,7 @@ def foreign_servers(
 
 
 def compare_server(
-    key: ServerKey, held: HeldServer | None, want: Server | None, difference: Difference
+    key: ServerKey, held: HeldServer | None, want: VirtualServer | None, difference: Difference
 ) -> None:
     """Add the operations that turn *held* into *want* to *difference*."""
     if want is None:
@@ -265,7 +265,7 @@ def compare_server(
             difference.servers.append(PutDestination(key, where, 0, new=False))
 
 
-def _owner(claims: Mapping[ServicePortKey, Server]) -> Server:
+def _owner(claims: Mapping[ServicePortKey, VirtualServer]) -> VirtualServer:
     """Return the server to serve: of several service ports, one that does not mean a node port."""
     return min(claims.values(), key=lambda server: server.of_node_port)
 

@@ -33,7 +33,7 @@ from kproxy_ipvs.names import SETS
 from kproxy_ipvs.render import preview, render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
-from kproxy_ipvs.watch import DeviceWatch
+from kproxy_ipvs.watch import Watcher
 from kproxy_nft.table import Counting, clean_up_counts
 from kproxy_xtables.tables import open_tables
 
@@ -50,7 +50,7 @@ class IpvsBackend(Backend):
         self._counting = Counting(ipvs=True)
         self._servers: VirtualServers | None = None
         self._families: dict[Family, FamilyState] = {}
-        self._watch: DeviceWatch | None = None
+        self._watch: Watcher | None = None
 
     def begin(self) -> bool:
         """Try the mode's requirements, load IPVS, and set the sysctls. Raises Unsupported or SyncFailed."""
@@ -118,7 +118,7 @@ class IpvsBackend(Backend):
     def watch(self, damaged: Damage) -> bool:
         """Report changes of the device. The kernel announces no others: full syncs find those."""
         try:
-            self._watch = DeviceWatch(self._families.values(), damaged)
+            self._watch = Watcher(self._families.values(), damaged)
         except HostError as error:
             log.warning(str(error))
         return False

@@ -26,7 +26,7 @@ from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, f
 from kproxy_core.model.service import Destination
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
 from kproxy_ipvs.skeleton import JUMPS
-from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
+from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry
 from kproxy_xtables.rules import Jump, RulesByChain, append_commands, missing_jumps
 
 # The iptables rules as input of iptables-restore.
@@ -96,7 +96,7 @@ class DeleteServer(NamedTuple):
 Operation = PutServer | PutDestination | DeleteDestination | DeleteServer
 
 
-class Listed(NamedTuple):
+class RealServer(NamedTuple):
     """A real server as the kernel lists it."""
 
     where: Destination
@@ -152,10 +152,10 @@ def decode_server(attributes: dict[int, bytes]) -> tuple[ServerKey, Scheduling] 
     return key, Scheduling(text(attributes.get(6, b"")), flags & _FLAGS, _number(attributes[8]))
 
 
-def decode_destination(family: Family, attributes: dict[int, bytes]) -> Listed:
+def decode_destination(family: Family, attributes: dict[int, bytes]) -> RealServer:
     """Decode the attributes within IPVS_CMD_ATTR_DEST."""
     where = Destination(Address(attributes[1][: family.size]), int.from_bytes(attributes[2], "big"))
-    return Listed(where, *(_number(attributes[kind]) for kind in (4, 7, 8)))
+    return RealServer(where, *(_number(attributes[kind]) for kind in (4, 7, 8)))
 
 
 def _service(key: ServerKey, scheduling: Scheduling | None = None) -> bytes:
@@ -231,7 +231,7 @@ _PER_MESSAGE = 300
 
 
 def batches(
-    family: Family, elements: Iterable[Element], *, delete: bool = False
+    family: Family, elements: Iterable[SetEntry], *, delete: bool = False
 ) -> Iterator[tuple[str, NetlinkRequest]]:
     """Encode the addition or deletion of *elements*: each request with the full name of its set.
 
@@ -268,7 +268,7 @@ def decode_entries(family: Family, answers: Iterable[Span]) -> dict[str, int]:
     return found
 
 
-def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element] = ()) -> str:
+def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[SetEntry] = ()) -> str:
     """Return the input of ``ipset restore`` that creates sets and their entries."""
     lines = [f"create {kind.create(family)}\n" for kind in kinds]
     for kind, entry, mark in elements:
@@ -281,7 +281,7 @@ def _named_set(name: str, family: Family = Family.IPV4) -> bytes:
     return NFGENMSG.pack(family.af, 0, 0) + attribute(_PROTOCOL, b"\x06") + text_attribute(_NAME, name)
 
 
-def _entry(family: Family, kind: SetKind, element: Element) -> Iterator[bytes]:
+def _entry(family: Family, kind: SetKind, element: SetEntry) -> Iterator[bytes]:
     if kind.type == "bitmap:port":
         yield _port(element.entry)
         return

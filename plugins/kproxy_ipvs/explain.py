@@ -18,7 +18,7 @@ from kproxy_ipvs.wanted import ServerKey, make_style
 from kproxy_xtables.rules import RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import Flight, Ruleset, Walk, network
+from kproxy_xtables.walk import Ruleset, Skb, Walk, network
 
 Weights = Mapping[Destination, int]
 
@@ -88,7 +88,7 @@ class _Rules(Ruleset):
         self._state = state
         self._kinds = {kind.full_name(family): kind for kind in SETS}
 
-    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+    def in_set(self, name: str, sides: Sequence[str], packet: Skb) -> int | None:
         kind = self._kinds.get(name)
         entries = self._state.sets.get(kind, {}) if kind is not None else {}
         if kind is None or not entries:
@@ -112,19 +112,19 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     """Return the fate of *packet* and its remembered endpoint. No rule of this mode chooses at random."""
     outgoing = packet.origin is Origin.NODE
     hook = "OUTPUT" if outgoing else "PREROUTING"
-    flight = Flight.of(packet)
+    skb = Skb.of(packet)
     for table in (MANGLE, NAT):
-        (end,) = walk.through(table, hook, flight)
+        (end,) = walk.through(table, hook, skb)
         if end.outcome is not None:
             return Fate(end.outcome, walk.reason), None
-        flight = end.flight
-    key, servers = _server(packet, flight, state)
+        skb = end.skb
+    key, servers = _server(packet, skb, state)
     to_node = walk.is_local(packet.destination)
     if outgoing and to_node:  # The kernel chooses the local address that is dialled as source.
-        flight = flight._replace(packet=packet._replace(source=packet.destination))
+        skb = skb._replace(packet=packet._replace(source=packet.destination))
     hooks = ["OUTPUT"] if outgoing else ["INPUT" if to_node else "FORWARD"]
     for hook in [*hooks, "INPUT"] if outgoing and to_node and servers is None else hooks:
-        (end,) = walk.through(FILTER, hook, flight)
+        (end,) = walk.through(FILTER, hook, skb)
         if end.outcome is not None:
             return Fate(end.outcome, walk.reason), None
     if servers is None:
@@ -141,10 +141,10 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     total = sum(usable.values())
     choices = []
     for where, weight in usable.items():
-        translated = Flight(flight.packet, where.address, where.port, flight.mark, translated=True)
+        translated = Skb(skb.packet, where.address, where.port, skb.mark, translated=True)
         if outgoing or not walk.is_local(where.address):
             (end,) = walk.through(NAT, "POSTROUTING", translated)
-            translated = end.flight
+            translated = end.skb
         choices.append(EndpointShare(where, weight / total, translated.masqueraded))
     remembered = state.remembered(key, packet.source)
     # net.ipv4.vs.expire_quiescent_template, which this mode and kube-proxy set, makes IPVS forget the others.
@@ -152,10 +152,10 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
         remembered if remembered in usable else None)
 
 
-def _server(packet: Packet, flight: Flight, state: State) -> tuple[ServerKey, Weights | None]:
+def _server(packet: Packet, skb: Skb, state: State) -> tuple[ServerKey, Weights | None]:
     """Return the virtual server of a packet: IPVS looks up marks before addresses."""
-    if flight.mark:
-        key = ServerKey.marked(packet.family, flight.mark)
+    if skb.mark:
+        key = ServerKey.marked(packet.family, skb.mark)
         servers = state.find(key)
         if servers is not None:
             return key, servers

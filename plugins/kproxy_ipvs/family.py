@@ -9,7 +9,7 @@ from kproxy_core.model.address import Address, Family, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
+from kproxy_ipvs.applied import Applied, Difference, compare, foreign_servers
 from kproxy_ipvs.batch import Operation, PutDestination
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import device, sets
@@ -88,7 +88,7 @@ class FamilyState:
             held = self._servers.read(self.family)
             foreign = foreign_servers(
                 held, on_device, entries, self._settings.exclude_cidrs, node.masquerade_bit)
-            difference = compare_all(expected, held, entries, on_device, foreign)
+            difference = compare(expected, held, entries, on_device, foreign)
             self._draining.clear()
             chains = self._tables.chains()
             text = rules_difference(chains, skeleton(node))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kproxy_core.contract import Preview, Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_ipvs import batch, names, skeleton
-from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
+from kproxy_ipvs.applied import Applied, Difference, compare, foreign_servers
 from kproxy_ipvs.batch import DeleteDestination, Operation, PutDestination, PutServer
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.servers import VirtualServers
@@ -24,7 +24,7 @@ _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sct
 def render_text(update: Update, settings: Settings) -> str:
     """Return the objects that a full update creates in an empty kernel."""
     applied = Applied.after(update.plans, make_style(update.node, settings.scheduler))
-    difference = compare_all(applied, {}, {}, (), ())
+    difference = compare(applied, {}, {}, (), ())
     text = batch.difference({}, skeleton.skeleton(update.node))
     return difference_text(update.family, difference, names.SETS, text, no_device=True)
 
@@ -99,7 +99,7 @@ def preview(update: Update, settings: Settings) -> Preview:
     with VirtualServers() as servers:
         held = servers.read(family)
     foreign = foreign_servers(held, on_device, entries, settings.exclude_cidrs, node.masquerade_bit)
-    difference = compare_all(expected, held, entries, on_device, foreign)
+    difference = compare(expected, held, entries, on_device, foreign)
     text = batch.difference(Tables(family, find_variant()).chains(), skeleton.skeleton(node))
     no_device = not device.exists()
     operations = difference.operations + len(missing) + no_device + text.count("\n-") + text.count("\n:")

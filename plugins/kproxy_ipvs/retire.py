@@ -24,7 +24,7 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, RealServer
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.cleanup import is_leftover, plan_cleanup
 from kproxy_ipvs.kernel import connections, device, sets
@@ -32,7 +32,7 @@ from kproxy_ipvs.kernel.connections import Translation
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.names import FILTER
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
-from kproxy_ipvs.wanted import Element, ServerKey
+from kproxy_ipvs.wanted import ServerKey, SetEntry
 from kproxy_xtables.removal import describe, restore_inputs
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variants
@@ -111,7 +111,7 @@ class _Retirement:
         return waiting + self._remove_addresses(self._on_device - needed, removed)
 
     def _in_use(
-        self, servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends
+        self, servers: Mapping[ServerKey, Sequence[RealServer]], marked: Frontends
     ) -> Counter[Translation]:
         """Count the connections that IPVS calls inactive but that may continue."""
         protocols = {
@@ -143,7 +143,7 @@ class _Retirement:
         removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]
         listed = self._entries.get(names.IPVS_IPS, {})
         texts = map(format_address, unbound)
-        sets.write(self._family, (), [Element(names.IPVS_IPS, text) for text in texts if text in listed])
+        sets.write(self._family, (), [SetEntry(names.IPVS_IPS, text) for text in texts if text in listed])
         return connected.total()
 
     def _remove_rules(self) -> list[str]:
@@ -167,7 +167,7 @@ class _Retirement:
 
 
 def judge(
-    servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, in_use: Mapping[Translation, int]
+    servers: Mapping[ServerKey, Sequence[RealServer]], marked: Frontends, in_use: Mapping[Translation, int]
 ) -> tuple[list[Operation], int]:
     """Decide which of our *servers* to keep for their connections, without accepting new ones.
 

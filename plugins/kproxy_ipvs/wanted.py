@@ -55,7 +55,7 @@ class Scheduling(NamedTuple):
     """Seconds of persistence."""
 
 
-class Server(NamedTuple):
+class VirtualServer(NamedTuple):
     """One virtual server. Its real servers all have weight 1 and are reached by NAT."""
 
     scheduling: Scheduling
@@ -66,7 +66,7 @@ class Server(NamedTuple):
     """A VIP that is also an address of the node takes precedence."""
 
 
-class Element(NamedTuple):
+class SetEntry(NamedTuple):
     """One entry of a set, as ipset prints it."""
 
     set: SetKind
@@ -77,8 +77,8 @@ class Element(NamedTuple):
 class Wanted(Struct, frozen=True):
     """The kernel objects for one service port."""
 
-    servers: dict[ServerKey, Server] = field(default_factory=dict)
-    elements: frozenset[Element] = frozenset()
+    servers: dict[ServerKey, VirtualServer] = field(default_factory=dict)
+    elements: frozenset[SetEntry] = frozenset()
     addresses: frozenset[Address] = frozenset()
     """The addresses that the device must hold."""
     mark: int = 0
@@ -126,7 +126,7 @@ def has_short_circuit(plan: ServicePlan) -> bool:
     return plan.external_policy_local and plan.local != plan.cluster and bool(plan.cluster)
 
 
-def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, Server]]:
+def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, VirtualServer]]:
     scheduling = _scheduling(plan, style)
     # Others are deleted at once, as by kube-proxy: UDP has no end to wait for. The scheduler dh may hash all
     # connections to a VIP to the draining real server, and has no fallback.
@@ -134,9 +134,9 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
 
     def server(
         address: Address, port: int, endpoints: tuple[Destination, ...], *, of_node_port: bool = False
-    ) -> tuple[ServerKey, Server]:
+    ) -> tuple[ServerKey, VirtualServer]:
         key = ServerKey(style.family, 0, address, plan.key.protocol, port)
-        return key, Server(scheduling, graceful, endpoints, of_node_port)
+        return key, VirtualServer(scheduling, graceful, endpoints, of_node_port)
 
     external = plan.local if plan.external_policy_local else plan.cluster
     # Such a server gives way to a VIP that is an address of the node and has the same port number.
@@ -152,7 +152,7 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
             # A persistent virtual server with a mark sends connections to the dialled port of its real
             # servers instead of the endpoint's port (ip_vs_sched_persist in ip_vs_core.c).
             scheduling = Scheduling(_source_hashing(style.scheduler), HASH_FALLBACK)
-        yield ServerKey.marked(style.family, mark), Server(scheduling, graceful, plan.cluster)
+        yield ServerKey.marked(style.family, mark), VirtualServer(scheduling, graceful, plan.cluster)
 
 
 def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
@@ -173,7 +173,7 @@ def _addresses(plan: ServicePlan, style: Style) -> Iterator[Address]:
     yield from (address for address in plan.external_addresses if address not in style.elsewhere)
 
 
-def _elements(plan: ServicePlan, style: Style, mark: int) -> Iterator[Element]:
+def _elements(plan: ServicePlan, style: Style, mark: int) -> Iterator[SetEntry]:
     protocol = _PROTOCOLS[plan.key.protocol]
 
     def at(address: Address, port: int) -> str:
@@ -182,47 +182,48 @@ def _elements(plan: ServicePlan, style: Style, mark: int) -> Iterator[Element]:
     hairpins = set(plan.hairpins)
     for where in plan.reachable:
         if where.address in hairpins:
-            yield Element(names.LOOP_BACK, f"{at(where.address, where.port)},{format_address(where.address)}")
+            entry = f"{at(where.address, where.port)},{format_address(where.address)}"
+            yield SetEntry(names.LOOP_BACK, entry)
     for address in _addresses(plan, style):
-        yield Element(names.IPVS_IPS, format_address(address))
+        yield SetEntry(names.IPVS_IPS, format_address(address))
     if plan.cluster_ip is not None:
         entry = at(plan.cluster_ip, plan.port)
-        yield Element(names.CLUSTER_IP, entry)
+        yield SetEntry(names.CLUSTER_IP, entry)
         if plan.has_endpoints and not plan.has_internal_endpoints:
-            yield Element(names.NO_LOCAL, entry)
+            yield SetEntry(names.NO_LOCAL, entry)
     local = plan.external_policy_local
     external: list[str] = []
     for address in plan.external_ips:
         external.append(at(address, plan.port))
-        yield Element(names.EXTERNAL_IP_LOCAL if local else names.EXTERNAL_IP, external[-1])
+        yield SetEntry(names.EXTERNAL_IP_LOCAL if local else names.EXTERNAL_IP, external[-1])
     for address in plan.load_balancer_ips:
         external.append(at(address, plan.port))
-        yield Element(names.LOAD_BALANCER_SET, external[-1])
+        yield SetEntry(names.LOAD_BALANCER_SET, external[-1])
         if local:
-            yield Element(names.LOAD_BALANCER_LOCAL, external[-1])
+            yield SetEntry(names.LOAD_BALANCER_LOCAL, external[-1])
         if plan.source_ranges:
             yield from _source_ranges(plan, style, format_address(address), external[-1])
     if plan.node_port:
         external += [at(address, plan.node_port) for address in style.node_port_addresses]
         for kind in names.NODE_PORT_SETS[plan.key.protocol][: 2 if local else 1]:
             if kind.type == "bitmap:port":
-                yield Element(kind, str(plan.node_port))
+                yield SetEntry(kind, str(plan.node_port))
             else:
                 for address in style.node_port_addresses:
-                    yield Element(kind, at(address, plan.node_port))
+                    yield SetEntry(kind, at(address, plan.node_port))
     if plan.health_check_node_port:
-        yield Element(names.HEALTH_CHECK, str(plan.health_check_node_port))
+        yield SetEntry(names.HEALTH_CHECK, str(plan.health_check_node_port))
     for entry in external:
         if has_short_circuit(plan):
-            yield Element(names.SHORT_CIRCUIT, entry, mark)
+            yield SetEntry(names.SHORT_CIRCUIT, entry, mark)
         if plan.has_endpoints and not plan.has_external_endpoints:
-            yield Element(names.NO_LOCAL, entry)
+            yield SetEntry(names.NO_LOCAL, entry)
 
 
-def _source_ranges(plan: ServicePlan, style: Style, vip: str, entry: str) -> Iterator[Element]:
-    yield Element(names.LOAD_BALANCER_FW, entry)
+def _source_ranges(plan: ServicePlan, style: Style, vip: str, entry: str) -> Iterator[SetEntry]:
+    yield SetEntry(names.LOAD_BALANCER_FW, entry)
     for cidr in plan.source_ranges:
-        yield Element(names.SOURCE_CIDR, f"{entry},{cidr.listed}")
+        yield SetEntry(names.SOURCE_CIDR, f"{entry},{cidr.listed}")
     # The node's own packets to a VIP have that VIP as their source address, because the device holds it.
     if any(style.node_ip in cidr for cidr in plan.source_ranges):
-        yield Element(names.SOURCE_IP, f"{entry},{vip}")
+        yield SetEntry(names.SOURCE_IP, f"{entry},{vip}")

@@ -20,7 +20,7 @@ _RECEIVE_SPACE = 4 << 20
 """Bytes for pending notifications, which include those of our own changes."""
 
 
-class DeviceWatch(NotificationThread):
+class Watcher(NotificationThread):
     """Reports deletions of addresses from the device, and of the device, from a thread of its own."""
 
     def __init__(self, states: Iterable[FamilyState], damaged: Damage) -> None:

@@ -263,7 +263,7 @@ def _compare(
     result.deletes += [(*at, value) for at, value in before.items() if at not in after]
 
 
-def compare_all(
+def compare(
     plans: Mapping[ServicePortKey, ServicePlan], others: Iterable[Element], actual: Contents
 ) -> tuple[Applied, list[Element], list[Element]]:
     """Return the state to write, and the (deletes, adds) that turn *actual* into it. Consumes *actual*.

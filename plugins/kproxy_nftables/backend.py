@@ -27,7 +27,7 @@ from kproxy_nftables.family import FamilyState
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import REFUSED
 from kproxy_nftables.settings import FLOWTABLE, read_settings
-from kproxy_nftables.watch import watch
+from kproxy_nftables.watch import Watcher
 
 # Traffic: the counters of the sets that rules fill.
 
@@ -126,7 +126,7 @@ class NftablesBackend(Backend):
     def watch(self, damaged: Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
-            self._watch = watch(self._kernel.own_ports, damaged)
+            self._watch = Watcher(self._kernel.own_ports, damaged)
         except OSError as error:
             log.warning("cannot watch for foreign rule changes", extra={"fields": {"error": str(error)}})
             return False

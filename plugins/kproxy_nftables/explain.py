@@ -17,7 +17,7 @@ from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template
 from kproxy_nftables.skeleton import Extras, all_owned
-from kproxy_nftables.walk import Table, walk
+from kproxy_nftables.walk import TableView, walk
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
 
 # kube-proxy's table as nft prints it. Pure. Source: docs/design/behaviour/nftables.md.
@@ -31,7 +31,7 @@ _ELEMENTS = re.compile(r"elements = \{(.*)\}", re.DOTALL)
 _ASIDE = re.compile(r' (?:comment "[^"]*"|(?:timeout|expires) \S+|counter packets \d+ bytes \d+)')
 
 
-class KubeProxyTable(Table):
+class KubeProxyTable(TableView):
     """The table of one IP family. It has no set of the ClusterIPs' networks: the rules name them."""
 
     def __init__(self, rules: Mapping[str, Sequence[str]], text: str) -> None:
@@ -104,7 +104,7 @@ def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
     return KubeProxyTable(listed_rules(text.splitlines()), text)
 
 
-class _InKernel(Table):
+class _InKernel(TableView):
     """The kernel's table. The rules are read once, elements when they are needed."""
 
     def __init__(self, kernel: Kernel, questions: Sequence[Question]) -> None:
@@ -128,7 +128,7 @@ class _InKernel(Table):
         return self._elements[container][key]
 
 
-class _Written(Table):
+class _Written(TableView):
     """The table that a sync would write for one plan, or none."""
 
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:

@@ -22,7 +22,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Applied, Contents, Difference, compare_all
+from kproxy_nftables.applied import Applied, Contents, Difference, compare
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
@@ -141,7 +141,7 @@ class FamilyState:
                 parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
                 return applied, count_changes(self._table, commands) + self._kernel.fill(
                     self._family, parts, commands)
-            applied, deletes, adds = compare_all(plans, node_elements(node), actual)
+            applied, deletes, adds = compare(plans, node_elements(node), actual)
             del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():

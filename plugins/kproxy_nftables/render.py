@@ -16,7 +16,7 @@ from kproxy_core.linux.nft_tables import (
 )
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Contents, compare_all
+from kproxy_nftables.applied import Contents, compare
 from kproxy_nftables.detect import can_own
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import TABLE
@@ -36,7 +36,7 @@ def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
     layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans), extras)
     rules = commands_text(difference(skeleton.table(update.family), layout, None))
     empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
-    _, _, adds = compare_all(update.plans, node_elements(node), empty)
+    _, _, adds = compare(update.plans, node_elements(node), empty)
     return rules + elements_text(update.family, adds)
 
 
@@ -91,7 +91,7 @@ def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
             container: kernel.elements(family, container) if held else {}
             for container in names.ELEMENT_CONTAINERS
         }
-    _, deletes, adds = compare_all(plans, node_elements(node), actual)
+    _, deletes, adds = compare(plans, node_elements(node), actual)
     keys = [(container, key, None) for container, key, _ in deletes]
     elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
     operations = count_changes(table, commands) + len(deletes) + len(adds)

@@ -20,7 +20,7 @@ from kproxy_nftables import names
 from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
 
 
-class Table(abc.ABC):
+class TableView(abc.ABC):
     """The table of one IP family: in the kernel, or as it would be written."""
 
     def __init__(self, rules: Mapping[str, Sequence[str]]) -> None:
@@ -54,7 +54,7 @@ class Table(abc.ABC):
 
 
 def walk(
-    packet: Packet, node: NodeView, table: Table, addresses: frozenset[Address] = frozenset()
+    packet: Packet, node: NodeView, table: TableView, addresses: frozenset[Address] = frozenset()
 ) -> KernelSide:
     """Return the way of *packet*, the first of its connection. *addresses* are of the node's interfaces."""
     return _Walk(packet, node, table, addresses).way()
@@ -66,7 +66,7 @@ _ENDPOINT = re.compile(r"dnat (?:ip6? )?to (?P<where>\S+:\d+)")
 
 class _Walk:
     def __init__(
-        self, packet: Packet, node: NodeView, table: Table, addresses: frozenset[Address]
+        self, packet: Packet, node: NodeView, table: TableView, addresses: frozenset[Address]
     ) -> None:
         self._addresses = addresses
         self._first = packet

@@ -1,7 +1,4 @@
-"""Notices changes of our tables by other processes at once.
-
-Our own commits are filtered out in the kernel, so they do not wake an idle proxy.
-"""
+"""Detection of foreign changes to our tables."""
 
 from collections.abc import Collection
 
@@ -11,11 +8,14 @@ from kproxy_core.model.address import Family
 from kproxy_nftables.names import TABLE
 
 
-def watch(own_ports: Collection[int], damaged: Damage) -> CommitWatch:
-    """Report foreign changes. *own_ports*: see `CommitWatch`. Raises OSError."""
+class Watcher(CommitWatch):
+    """Reports foreign commits to our tables. The kernel drops our own, so they do not wake an idle proxy."""
 
-    def judge(commit: Commit) -> None:
-        for family, what in commit.summary(lambda change: change.table == TABLE).items():
-            damaged(family, what)
+    def __init__(self, own_ports: Collection[int], damaged: Damage) -> None:
+        """Start watching. *own_ports*: see `CommitWatch`. Raises OSError."""
 
-    return CommitWatch("nftables-watch", own_ports, judge, Family, damaged, ignore=own_ports)
+        def judge(commit: Commit) -> None:
+            for family, what in commit.summary(lambda change: change.table == TABLE).items():
+                damaged(family, what)
+
+        super().__init__("nftables-watch", own_ports, judge, Family, damaged, ignore=own_ports)

@@ -31,7 +31,7 @@ from kproxy_userspace.render import complaint_about, preview, render_text
 from kproxy_userspace.retire import Retirement
 from kproxy_userspace.settings import read_settings
 from kproxy_userspace.traffic import Traffic
-from kproxy_userspace.watch import Watch
+from kproxy_userspace.watch import Watcher
 
 
 class UserspaceBackend(Backend):
@@ -45,7 +45,7 @@ class UserspaceBackend(Backend):
         self._traffic = Traffic(self._workers)
         self._families: dict[Family, FamilyState] = {}
         self._own = OwnProcesses()
-        self._watch: Watch | None = None
+        self._watch: Watcher | None = None
         self._retirement: Retirement | None = None
 
     def begin(self) -> bool:
@@ -90,7 +90,7 @@ class UserspaceBackend(Backend):
     def watch(self, damaged: Damage) -> bool:
         """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
-        self._watch = Watch(self._families, self._workers, damaged, seconds, self._own)
+        self._watch = Watcher(self._families, self._workers, damaged, seconds, self._own)
         return True
 
     def retire(self) -> Leftovers:

@@ -11,13 +11,13 @@ from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, 
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
-from kproxy_userspace.kernel.portals import NftPortals, bridged_sources, find_tables, may_have_portals
+from kproxy_userspace.kernel.portals import bridged_sources, read_portals
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
-from kproxy_xtables.walk import Flight, Ruleset, Walk
+from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 Relays = Mapping[LocalPort, Relay]
 """The relays of this process by their ports of the node."""
@@ -92,8 +92,8 @@ def _as_written(
             return _side(relay, 0, [])
     rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)))
     written = Walk(rules, node, question.addresses, bridged=bridged)
-    (end,) = written.through("nat", _hook(packet), Flight.of(packet))
-    relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
+    (end,) = written.through("nat", _hook(packet), Skb.of(packet))
+    relay_of_packet = next(iter(relays.values()), None) if end.skb.translated else None
     return _side(relay_of_packet, 0, list(written.objects))
 
 
@@ -117,15 +117,11 @@ class _Portals:
 
     def __init__(self, family: Family) -> None:
         """Raises HostError."""
-        self.rules: dict[ChainKey, list[str]] = {}
         self.bridged: frozenset[Address] = frozenset()
         """Senders whose packets are on a bridge's port when they meet *rules*."""
         self.redirects: dict[Frontend, list[Redirect]] = {}
-        tables = find_tables(family)
-        if tables is not None and may_have_portals(tables):
-            self.rules = tables.chains("nat")
-            return
-        for redirect in NftPortals(family, None).held():
+        self.rules, redirects = read_portals(family)
+        for redirect in redirects:
             self.redirects.setdefault(redirect.portal.frontend, []).append(redirect)
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
@@ -133,8 +129,8 @@ class _Portals:
         packet = question.packet
         if self.rules:
             walk = Walk(Ruleset(self.rules), question.node, question.addresses, bridged=self.bridged)
-            (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
-            return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
+            (end,) = walk.through("nat", _hook(packet), Skb.of(packet))
+            return end.skb.local or (end.skb.port if end.skb.translated else 0), list(walk.objects)
         address, protocol, port = packet.destination, packet.protocol, packet.port
         dialled = self.redirects.get(Frontend(address, protocol, port), [])
         if is_own(address, question.node, question.addresses):

@@ -41,7 +41,7 @@ _BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
 _IPTABLES = frozenset(table for table, _ in OUR_CHAINS)
 
 
-class Watch:
+class Watcher:
     """A thread that reports damage until it is closed."""
 
     def __init__(

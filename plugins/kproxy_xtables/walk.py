@@ -18,7 +18,7 @@ from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 # The meaning of rules as iptables-save prints them: the matches and targets that the backends use. Pure.
 
 
-class Flight(NamedTuple):
+class Skb(NamedTuple):
     """A packet on its way."""
 
     packet: Packet
@@ -32,7 +32,7 @@ class Flight(NamedTuple):
     """The port of this node to which it was redirected; 0: it was not."""
 
     @classmethod
-    def of(cls, packet: Packet) -> "Flight":
+    def of(cls, packet: Packet) -> "Skb":
         return cls(packet, packet.destination, packet.port)
 
     @property
@@ -46,7 +46,7 @@ class Branch(NamedTuple):
     share: float
     done: Outcome | Literal[True] | None
     """True: accepted; None: no verdict, the calling chain continues."""
-    flight: Flight
+    skb: Skb
 
     @property
     def outcome(self) -> Outcome | None:
@@ -54,11 +54,11 @@ class Branch(NamedTuple):
         return self.done if isinstance(self.done, Outcome) else None
 
 
-Test = Callable[["Walk", Flight], bool]
-Act = Callable[["Walk", Flight], Branch]
+Test = Callable[["Walk", Skb], bool]
+Act = Callable[["Walk", Skb], Branch]
 
 
-class Rule(NamedTuple):
+class ParsedRule(NamedTuple):
     tests: tuple[Test, ...] = ()
     chance: float = 1.0
     recent: str = ""
@@ -76,9 +76,9 @@ class Rule(NamedTuple):
     strange: bool = False
     """The rule is not understood."""
 
-    def matches(self, around: "Walk", flight: Flight) -> bool:
+    def matches(self, around: "Walk", skb: Skb) -> bool:
         for test in self.tests:  # noqa: SIM110 - all() of a generator takes twice as long
-            if not test(around, flight):
+            if not test(around, skb):
                 return False
         return True
 
@@ -91,30 +91,30 @@ def _value_and_mask(text: str) -> tuple[int, int]:
     return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
 
 
-def _in_network(address_of: Callable[[Flight], Address], value: str) -> Test:
+def _in_network(address_of: Callable[[Skb], Address], value: str) -> Test:
     net, (address, prefix) = network(value), network(value)
     if prefix == len(address) * 8:
-        return lambda around, flight: address_of(flight) == address
-    return lambda around, flight: address_of(flight) in net
+        return lambda around, skb: address_of(skb) == address
+    return lambda around, skb: address_of(skb) in net
 
 
 def _protocol(value: str) -> Test:
-    return lambda around, flight: flight.packet.protocol is _PROTOCOLS.get(value)
+    return lambda around, skb: skb.packet.protocol is _PROTOCOLS.get(value)
 
 
 def _port(value: str) -> Test:
     port = int(value)
-    return lambda around, flight: flight.port == port
+    return lambda around, skb: skb.port == port
 
 
 def _state(value: str) -> Test:
     states = value.split(",")
-    return lambda around, flight: "NEW" in states or (flight.translated and "DNAT" in states)
+    return lambda around, skb: "NEW" in states or (skb.translated and "DNAT" in states)
 
 
 def _mark(value: str) -> Test:
     wanted, mask = _value_and_mask(value)
-    return lambda around, flight: flight.mark & mask == wanted
+    return lambda around, skb: skb.mark & mask == wanted
 
 
 _PROTOCOLS = {text: each for each in addresses.Protocol for text in (each.name.lower(), str(int(each)))}
@@ -122,50 +122,50 @@ _TESTS: Mapping[str, Callable[[str], Test]] = {
     "-d": partial(_in_network, attrgetter("destination")),
     "-s": partial(_in_network, attrgetter("packet.source")),
     "-p": _protocol,
-    "-i": lambda value: lambda around, flight: flight.packet.origin is Origin.POD,
+    "-i": lambda value: lambda around, skb: skb.packet.origin is Origin.POD,
     "--dport": _port,
-    "--dst-type": lambda value: lambda around, flight: (
-        value == "LOCAL" and around.is_local(flight.destination)),
-    "--src-type": lambda value: lambda around, flight: (
-        value == "LOCAL" and flight.packet.origin is Origin.NODE),
+    "--dst-type": lambda value: lambda around, skb: (
+        value == "LOCAL" and around.is_local(skb.destination)),
+    "--src-type": lambda value: lambda around, skb: (
+        value == "LOCAL" and skb.packet.origin is Origin.NODE),
     "--ctstate": _state,
     "--state": _state,
     "--mark": _mark,
     "--vaddr": partial(_in_network, attrgetter("packet.destination")),
     "--vproto": _protocol,
-    "--vport": lambda value: lambda around, flight: flight.packet.port == int(value),
-    "--match-set": lambda value: lambda around, flight: around.set_mark(value, flight) is not None,
-    "--physdev-is-in": lambda value: lambda around, flight: around.is_bridged(flight.packet.source),
+    "--vport": lambda value: lambda around, skb: skb.packet.port == int(value),
+    "--match-set": lambda value: lambda around, skb: around.set_mark(value, skb) is not None,
+    "--physdev-is-in": lambda value: lambda around, skb: around.is_bridged(skb.packet.source),
 }  # fmt: skip
 """The matches that are understood."""
 
 
 def _set_mark(value: str) -> Act:
     new, mask = _value_and_mask(value)
-    return lambda around, flight: Branch(1.0, None, flight._replace(mark=(flight.mark & ~mask) ^ new))
+    return lambda around, skb: Branch(1.0, None, skb._replace(mark=(skb.mark & ~mask) ^ new))
 
 
 def _translate(value: str) -> Act:
     address, port = Destination.parse(value)
-    return lambda around, flight: Branch(  # _replace() takes three times as long.
-        1.0, True, Flight(flight.packet, address, port, flight.mark, True, flight.masqueraded, flight.local))
+    return lambda around, skb: Branch(  # _replace() takes three times as long.
+        1.0, True, Skb(skb.packet, address, port, skb.mark, True, skb.masqueraded, skb.local))
 
 
 def _redirect(value: str) -> Act:
     port = int(value)
-    return lambda around, flight: Branch(1.0, True, flight._replace(translated=True, local=port))
+    return lambda around, skb: Branch(1.0, True, skb._replace(translated=True, local=port))
 
 
 _ACTS: Mapping[str, tuple[str, Callable[[str], Act]]] = {
-    "": ("", lambda _: lambda around, flight: Branch(1.0, None, flight)),
-    "RETURN": ("", lambda _: lambda around, flight: Branch(1.0, None, flight)),
-    "ACCEPT": ("", lambda _: lambda around, flight: Branch(1.0, True, flight)),
-    "DROP": ("", lambda _: lambda around, flight: Branch(1.0, Outcome.DROPPED, flight)),
-    "REJECT": ("", lambda _: lambda around, flight: Branch(1.0, Outcome.REFUSED, flight)),
-    "MASQUERADE": ("", lambda _: lambda around, flight: Branch(1.0, True, flight._replace(masqueraded=True))),
+    "": ("", lambda _: lambda around, skb: Branch(1.0, None, skb)),
+    "RETURN": ("", lambda _: lambda around, skb: Branch(1.0, None, skb)),
+    "ACCEPT": ("", lambda _: lambda around, skb: Branch(1.0, True, skb)),
+    "DROP": ("", lambda _: lambda around, skb: Branch(1.0, Outcome.DROPPED, skb)),
+    "REJECT": ("", lambda _: lambda around, skb: Branch(1.0, Outcome.REFUSED, skb)),
+    "MASQUERADE": ("", lambda _: lambda around, skb: Branch(1.0, True, skb._replace(masqueraded=True))),
     "MARK": ("--set-xmark", _set_mark),
-    "SET": ("--map-set", lambda value: lambda around, flight: Branch(
-        1.0, None, flight._replace(mark=around.set_mark(value, flight) or flight.mark))),
+    "SET": ("--map-set", lambda value: lambda around, skb: Branch(
+        1.0, None, skb._replace(mark=around.set_mark(value, skb) or skb.mark))),
     "DNAT": ("--to-destination", _translate),
     "REDIRECT": ("--to-ports", _redirect),
 }
@@ -188,7 +188,7 @@ _FURTHER = frozenset({
 
 
 @lru_cache(maxsize=4096)
-def parsed(text: str) -> Rule:
+def parsed(text: str) -> ParsedRule:
     """Return the meaning of a rule, without ``-A CHAIN``."""
     found = _TARGET.fullmatch(text)
     if found is None or found[1].count('"') % 2:  # The words are those of a comment.
@@ -202,13 +202,13 @@ def parsed(text: str) -> Rule:
         endpoint = Destination.parse(options[option]) if target == "DNAT" else None
     except (KeyError, ValueError):
         return rule._replace(target=target, looks_further=True, strange=True)
-    return Rule(
+    return ParsedRule(
         rule.tests, rule.chance, rule.recent, target, jump == "g", act, endpoint, rule.places,
         rule.looks_further or target == "SET", rule.strange)
 
 
 @lru_cache(maxsize=4096)
-def _without_target(text: str) -> Rule:
+def _without_target(text: str) -> ParsedRule:
     tests: list[Test] = []
     places: list[tuple[str, str]] = []
     options: dict[str, str] = {}
@@ -222,12 +222,12 @@ def _without_target(text: str) -> Rule:
             tests.append(test if name == word else _not(test))
             if word in ("-d", "--dport"):
                 places.append((word, value))
-        return Rule(
+        return ParsedRule(
             tuple(tests), float(options.get("--probability", 1)),
             options["--name"] if "--rcheck" in options else "", act=_ACTS[""][1](""), places=tuple(places),
             looks_further=any(word in text for word in _FURTHER))
     except (KeyError, ValueError):
-        return Rule(looks_further=True, strange=True)
+        return ParsedRule(looks_further=True, strange=True)
 
 
 def _options(text: str) -> Iterator[tuple[str, str]]:
@@ -241,7 +241,7 @@ def _options(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _not(test: Test) -> Test:
-    return lambda around, flight: not test(around, flight)
+    return lambda around, skb: not test(around, skb)
 
 
 # The way of a packet through iptables rules. Pure.
@@ -260,14 +260,14 @@ class Ruleset:
         """*for_many*: many packets will be followed."""
         self._chains = chains
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
-        self._likenesses: dict[Sequence[ChainKey], Callable[[Flight], object] | None] = {}
+        self._likenesses: dict[Sequence[ChainKey], Callable[[Skb], object] | None] = {}
         self.known: dict[object, tuple[Outcome | None, bool, Objects]] | None = {} if for_many else None
         """Results of `Walk.onward` and the objects met, by `likeness`."""
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
         return self._chains.get((table, chain), ())
 
-    def relevant(self, table: str, chain: str, flight: Flight) -> Sequence[str]:
+    def relevant(self, table: str, chain: str, skb: Skb) -> Sequence[str]:
         """Return the rules of a chain, of a long one without those for another address or port."""
         rules = self.rules(table, chain)
         if len(rules) <= _SHORT:
@@ -275,20 +275,20 @@ class Ruleset:
         index = self._indexes.get((table, chain))
         if index is None:
             index = self._indexes[table, chain] = _index(rules)
-        keys = ("", format_address(flight.destination), f"port {flight.port}")
+        keys = ("", format_address(skb.destination), f"port {skb.port}")
         return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
 
-    def likeness(self, chains: Sequence[ChainKey], flight: Flight) -> object | None:
-        """Return a key that flights share if no rule that *chains* lead to distinguishes them.
+    def likeness(self, chains: Sequence[ChainKey], skb: Skb) -> object | None:
+        """Return a key that packets share if no rule that *chains* lead to distinguishes them.
 
-        Except by whether the destination is this node. None: every flight may be a case of its own.
+        Except by whether the destination is this node. None: every packet may be a case of its own.
         """
         if chains not in self._likenesses:
             self._likenesses[chains] = self._likeness(chains)
         likeness = self._likenesses[chains]
-        return likeness(flight) if likeness is not None else None
+        return likeness(skb) if likeness is not None else None
 
-    def _likeness(self, chains: Sequence[ChainKey]) -> Callable[[Flight], object] | None:
+    def _likeness(self, chains: Sequence[ChainKey]) -> Callable[[Skb], object] | None:
         reached = list(chains)
         values = set[tuple[str, str]]()
         for table, chain in reached:
@@ -304,8 +304,8 @@ class Ruleset:
         addresses, wider = {net.network for net in single}, tuple(networks - single)
         ports = {int(value) for name, value in values if name == "--dport"}
 
-        def likeness(flight: Flight) -> object:
-            (origin, source, _, protocol, _), to, port, *state = flight
+        def likeness(skb: Skb) -> object:
+            (origin, source, _, protocol, _), to, port, *state = skb
             return (
                 chains, origin, source, protocol, *state,
                 to if to in addresses else None, port if port in ports else None,
@@ -314,7 +314,7 @@ class Ruleset:
 
         return likeness
 
-    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+    def in_set(self, name: str, sides: Sequence[str], packet: Skb) -> int | None:
         """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
         return None
 
@@ -345,34 +345,34 @@ class Walk:
         self.strange = ""
         """A rule that is not understood; "": none."""
 
-    def through(self, table: str, chain: str, flight: Flight) -> list[Branch]:
-        return self._rules(table, chain, self._ruleset.relevant(table, chain, flight), flight)
+    def through(self, table: str, chain: str, skb: Skb) -> list[Branch]:
+        return self._rules(table, chain, self._ruleset.relevant(table, chain, skb), skb)
 
-    def onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
+    def onward(self, chains: Sequence[ChainKey], skb: Skb) -> tuple[Outcome | None, bool]:
         """Follow a packet through built-in *chains*. Return a verdict, and whether it was masqueraded.
 
         Where rules choose by chance, the first verdict counts.
         """
         known = self._ruleset.known
-        if known is None or (likeness := self._ruleset.likeness(chains, flight)) is None:
-            return self._onward(chains, flight)
-        key = likeness, self.is_local(flight.destination)
+        if known is None or (likeness := self._ruleset.likeness(chains, skb)) is None:
+            return self._onward(chains, skb)
+        key = likeness, self.is_local(skb.destination)
         if key not in known:
             met, self.objects = self.objects, {}
-            known[key] = *self._onward(chains, flight), self.objects
+            known[key] = *self._onward(chains, skb), self.objects
             self.objects = met
         outcome, masqueraded, objects = known[key]
         self.objects.update(objects)
         return outcome, masqueraded
 
-    def _onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
+    def _onward(self, chains: Sequence[ChainKey], skb: Skb) -> tuple[Outcome | None, bool]:
         for table, chain in chains:
-            for end in self.through(table, chain, flight):
+            for end in self.through(table, chain, skb):
                 if end.outcome is not None:
                     return end.outcome, False
-                last = end.flight
-            flight = last
-        return None, flight.masqueraded
+                last = end.skb
+            skb = last
+        return None, skb.masqueraded
 
     def is_local(self, address: Address) -> bool:
         return address in self._bound or is_own(address, self._node, self._addresses)
@@ -389,15 +389,15 @@ class Walk:
     def is_bridged(self, source: Address) -> bool:
         return source in self._bridged
 
-    def set_mark(self, value: str, flight: Flight) -> int | None:
+    def set_mark(self, value: str, skb: Skb) -> int | None:
         """Ask `Ruleset.in_set`. *value*: the set's name, and the sides of the packet that are compared."""
         name, sides = value.split()
-        found = self._ruleset.in_set(name, sides.split(","), flight)
+        found = self._ruleset.in_set(name, sides.split(","), skb)
         if found is not None:
             self.note(f"ipset {name}", f"holds the packet ({sides})")
         return found
 
-    def _rules(self, table: str, chain: str, rules: Sequence[str], flight: Flight) -> list[Branch]:
+    def _rules(self, table: str, chain: str, rules: Sequence[str], skb: Skb) -> list[Branch]:
         found: list[Branch] = []
         left = 1.0
         where = f"{table} {chain}"
@@ -409,36 +409,36 @@ class Walk:
                 self.strange = self.strange or text
                 self.note(where, f"{text}  (not understood)")
                 continue
-            if not rule.matches(self, flight):
+            if not rule.matches(self, skb):
                 continue
             if rule.recent:
-                self._remember(rule, table, flight)
+                self._remember(rule, table, skb)
                 continue
             self.note(where, text)
-            branches = [rule.act(self, flight)] if rule.act else self.through(table, rule.target, flight)
+            branches = [rule.act(self, skb)] if rule.act else self.through(table, rule.target, skb)
             leaves = rule.goto or rule.target == "RETURN"
             if rule.chance == 1 and len(branches) == 1 and branches[0].done is None and not leaves:
-                flight = branches[0].flight
+                skb = branches[0].skb
                 continue
             factor = left * rule.chance
             for branch in branches:
                 share = branch.share * factor
                 if branch.done is not None or leaves:
-                    found.append(branch if factor == 1 else Branch(share, branch.done, branch.flight))
+                    found.append(branch if factor == 1 else Branch(share, branch.done, branch.skb))
                 else:
                     found += [
                         rest._replace(share=share * rest.share)
-                        for rest in self._rules(table, chain, rules[number + 1:], branch.flight)
+                        for rest in self._rules(table, chain, rules[number + 1:], branch.skb)
                     ]
             left *= 1 - rule.chance
             if not left:
                 return found
-        found.append(Branch(left, None, flight))
+        found.append(Branch(left, None, skb))
         return found
 
-    def _remember(self, rule: Rule, table: str, flight: Flight) -> None:
+    def _remember(self, rule: ParsedRule, table: str, skb: Skb) -> None:
         """Note the endpoint that affinity gives the client. The walk continues as for a new client."""
-        if self._ruleset.is_recent(rule.recent, flight.packet.source):
+        if self._ruleset.is_recent(rule.recent, skb.packet.source):
             self.note(f"list {rule.recent}", "holds the sender")
             for text in self._ruleset.rules(table, rule.target):
                 self.remembered = parsed(text).endpoint or self.remembered

@@ -100,7 +100,7 @@ def main(host: Namespace, rounds: int) -> None:
             for name in sorted(PORTS, reverse=turn % 2 == 0):
                 _connect(PORTS[name])
                 if turn % 20 == 0:
-                    workers[name].ask(wire.Report())
+                    workers[name].ask(wire.ReportCounts())
         found = {name: worker.end() for name, worker in workers.items()}
     for name, times in found.items():
         each = [

@@ -28,7 +28,7 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_ebpf.batch import endpoint_value, frontend_key
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.traffic import Counted
+from kproxy_ebpf.traffic import Traffic
 
 ROUNDS = 9
 _LRU_HASH = 9
@@ -73,7 +73,7 @@ def _programs(pairs: Sequence[Pair], accounting: bool) -> Iterator[tuple[Read, C
         yield SimpleNamespace(elements=lambda name: bpf.elements(counts, definition))
 
     with mock.patch("kproxy_ebpf.traffic.pinned_maps", pinned):
-        yield Counted(Settings()).read, lambda: bpf.update_all(
+        yield Traffic(Settings()).read, lambda: bpf.update_all(
             counts, dict(pair.element(accounting=accounting) for pair in pairs))
     os.close(counts)
 

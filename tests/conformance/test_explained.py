@@ -17,7 +17,7 @@ from kproxy_core.model.address import Family, Protocol, format_socket, parse_add
 from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.traffic import Counted
+from kproxy_ebpf.traffic import Traffic
 from tests.conformance.any_services import Attempt, Fate, Json, World
 from tests.conformance.test_any_services import Play
 
@@ -151,7 +151,7 @@ class CountingPlay(ExplainedPlay):
         """Return the connections by frontend and endpoint."""
         family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
         with self._stage.topology["node"].entered():
-            found = Counted(Settings()).read(family)
+            found = Traffic(Settings()).read(family)
         sums = Counter[tuple[str, str]]()
         for (address, _, port), endpoint, number, *_ in found:
             assert address is not None

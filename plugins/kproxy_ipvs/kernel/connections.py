@@ -16,7 +16,7 @@ from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_ipvs.batch import Listed
+from kproxy_ipvs.batch import RealServer
 from kproxy_ipvs.wanted import ServerKey
 
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ class Translation(NamedTuple):
     real_server: Destination
 
 
-def read_real_servers() -> dict[ServerKey, list[Listed]]:
+def read_real_servers() -> dict[ServerKey, list[RealServer]]:
     """Return the real servers of those virtual servers that /proc lists; {} if it can't be read."""
     try:
         return parse_real_servers(_lines(SERVERS))
@@ -88,19 +88,19 @@ def read_template(key: ServerKey, client: Address) -> Destination | None:
         return None
 
 
-def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
+def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[RealServer]]:
     """Return the real servers by virtual server, from the lines of `SERVERS`.
 
     Virtual servers with a mark are left out, because the file does not name their family.
     """
-    found: dict[ServerKey, list[Listed]] = {}
-    current: list[Listed] = []
+    found: dict[ServerKey, list[RealServer]] = {}
+    current: list[RealServer] = []
     for line in lines:
         words = line.split()
         if words[0] == "->":
             if len(words) == 6 and words[1] != "RemoteAddress:Port":
                 where = Destination(*_socket(words[1]))
-                current.append(Listed(where, int(words[3]), int(words[4]), int(words[5])))
+                current.append(RealServer(where, int(words[3]), int(words[4]), int(words[5])))
         elif protocol := _PROTOCOLS.get(words[0]):
             address, port = _socket(words[1])
             current = found[ServerKey(family_of(address), 0, address, protocol, port)] = []

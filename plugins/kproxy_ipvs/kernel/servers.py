@@ -21,10 +21,10 @@ from kproxy_ipvs.batch import (
     GENERIC,
     DeleteDestination,
     DeleteServer,
-    Listed,
     Operation,
     PutDestination,
     PutServer,
+    RealServer,
 )
 from kproxy_ipvs.kernel import connections
 from kproxy_ipvs.wanted import Scheduling, ServerKey
@@ -146,7 +146,7 @@ class VirtualServers:
             for key, (scheduling, items) in self.count(family).items()
         }
 
-    def count(self, family: Family) -> dict[ServerKey, tuple[Scheduling, list[Listed]]]:
+    def count(self, family: Family) -> dict[ServerKey, tuple[Scheduling, list[RealServer]]]:
         """Return all virtual servers of *family*, with connection counts. Raises HostError."""
         with self._lock:
             listed = connections.read_real_servers()
@@ -161,7 +161,7 @@ class VirtualServers:
             found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
             return {key: scheduling for key, scheduling in filter(None, found) if key.family is family}
 
-    def destinations(self, key: ServerKey) -> list[Listed]:
+    def destinations(self, key: ServerKey) -> list[RealServer]:
         """Return the real servers of *key*; none if it does not exist. Raises HostError."""
         with self._lock:
             answers = self._dump(messages.dump_destinations(key), _DESTINATION)

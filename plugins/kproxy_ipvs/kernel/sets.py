@@ -11,7 +11,7 @@ from kproxy_core.linux.netlink import NetlinkSocket, RequestError
 from kproxy_core.model.address import Family
 from kproxy_ipvs import batch as messages
 from kproxy_ipvs.names import SETS, SetKind
-from kproxy_ipvs.wanted import Element
+from kproxy_ipvs.wanted import SetEntry
 
 _OWN_ERRORS = 4096
 """The least error number that is ipset's own (IPSET_ERR_PRIVATE)."""
@@ -49,7 +49,7 @@ def create(family: Family, kinds: Iterable[SetKind]) -> None:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
 
-def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
+def write(family: Family, adds: Iterable[SetEntry] = (), deletes: Iterable[SetEntry] = ()) -> None:
     """Add entries, then delete others. Entries that exist or are missing already are no error.
 
     Raises HostError if entries are refused, after all others are written.

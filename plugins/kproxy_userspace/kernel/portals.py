@@ -217,6 +217,18 @@ class NftPortals(Portals):
         return NftablesSocket.to(f"{what} table {self._table.where}", self._own)
 
 
+def read_portals(family: Family) -> tuple[dict[ChainKey, list[str]], list[Redirect]]:
+    """Return the rules of the nat table if iptables wrote the portals, else the redirects in our nftables
+    table.
+
+    Raises HostError.
+    """
+    tables = find_tables(family)
+    if tables is not None and may_have_portals(tables):
+        return tables.chains("nat"), []
+    return {}, NftPortals(family, None).held()
+
+
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:
     """Return the tables of the node's iptables variant, which may not work; None if none is installed.
 

@@ -140,13 +140,13 @@ class WorkerPool:
 
     def report(self) -> list[wire.Count]:
         """Return new connections since the last report. From any thread; an exited worker's are lost."""
-        return [wire.Count(*each) for each in self._ask(wire.Report())]
+        return [wire.Count(*each) for each in self._ask(wire.ReportCounts())]
 
     def kept(self, client: str) -> dict[int, Endpoint]:
         """Return the endpoints that affinity gives *client*, by relay. From any thread."""
         return dict(self._ask(wire.Recall(client)))
 
-    def _ask(self, question: wire.Report | wire.Recall) -> list[Any]:
+    def _ask(self, question: wire.ReportCounts | wire.Recall) -> list[Any]:
         """Return the answers of all workers that run. The next sync replaces those that do not answer."""
         with self._ordering:
             answers, _ = _exchange([(worker, [question]) for worker in self._workers if worker.is_running])

@@ -71,7 +71,7 @@ class Tally:
     """Connections since the last report."""
 
     def __init__(self) -> None:
-        self.begun: list[Counted] = []
+        self.begun: list[FrontendCounts] = []
         """Those that are not empty."""
 
     def report(self) -> list[Count]:
@@ -81,7 +81,7 @@ class Tally:
         return counts
 
 
-class Counted(dict[Endpoint, Numbers]):
+class FrontendCounts(dict[Endpoint, Numbers]):
     """The connections to one frontend, by endpoint.
 
     Numbers are looked up for each use, which begins them: a report may have dropped them. A dictionary finds

@@ -19,15 +19,15 @@ from weakref import WeakValueDictionary
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.balancer import Balancer, Clients
-from kproxy_userspace.worker.counts import Counted, Counts, Tally, open_counts
+from kproxy_userspace.worker.counts import Counts, FrontendCounts, Tally, open_counts
 from kproxy_userspace.worker.events import READ, Events
 from kproxy_userspace.worker.relays import (
     Connection,
     DialSockets,
     HalfClosed,
-    Listener,
     Pipes,
     Resources,
+    TcpListener,
     UdpRelay,
 )
 from kproxy_userspace.worker.wire import WorkerSettings
@@ -69,7 +69,7 @@ _DESCRIPTORS = 1 << 19
 """Wanted limit of file descriptors. kube-proxy asked for 64000."""
 
 
-class Worker:
+class RelayWorker:
     def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
         self._control = control
         self._settings = settings
@@ -77,7 +77,7 @@ class Worker:
         half_closed = HalfClosed(self._events, settings.half_closed)
         self._shared = Resources(self._events, counts, Pipes(), DialSockets(), half_closed)
         self._tally = Tally()
-        self._relays: dict[int, Listener | UdpRelay] = {}
+        self._relays: dict[int, TcpListener | UdpRelay] = {}
         self._clients = WeakValueDictionary[int, Clients]()
         """Those that affinity gives endpoints, by service port."""
 
@@ -111,7 +111,7 @@ class Worker:
     def _obey(self, command: wire.Command) -> Iterable[tuple[Any, ...]]:
         """Return the part of the answer: what was asked for, or a relay that failed, with the reason."""
         match command:
-            case wire.Report():
+            case wire.ReportCounts():
                 return self._tally.report()
             case wire.Recall(client):
                 now = time.monotonic()
@@ -132,7 +132,7 @@ class Worker:
         relay = self._relays.get(order.relay)
         if relay is None:
             relay = self._relays[order.relay] = self._open(order)
-        relay.counted = None if order.frontend is None else Counted(self._tally, order.frontend)
+        relay.counted = None if order.frontend is None else FrontendCounts(self._tally, order.frontend)
         clients = None
         if order.affinity_seconds:
             clients = self._clients.setdefault(order.service_port, Clients(0))
@@ -140,18 +140,18 @@ class Worker:
         if removed := relay.balancer.set_endpoints(order.endpoints, clients):
             self._leave(relay, removed)
 
-    def _open(self, order: wire.Serve) -> Listener | UdpRelay:
+    def _open(self, order: wire.Serve) -> TcpListener | UdpRelay:
         sock = listening_socket(order.udp, order.address, order.port)
         try:
             balancer = Balancer(random.shuffle)
             if order.udp:
                 return UdpRelay(sock, balancer, self._shared, self._settings.udp_idle)
-            return Listener(sock, balancer, self._shared)
+            return TcpListener(sock, balancer, self._shared)
         except OSError:
             sock.close()
             raise
 
-    def _leave(self, relay: Listener | UdpRelay, removed: list[Endpoint]) -> None:
+    def _leave(self, relay: TcpListener | UdpRelay, removed: list[Endpoint]) -> None:
         """End traffic to *removed* endpoints, as configured. kube-proxy leaves TCP connections alone."""
         gone = frozenset(removed)
         if isinstance(relay, UdpRelay):
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     counts = open_counts(int(arguments[1]))
     os.close(int(arguments[1]))
-    worker = Worker(control, counts, WorkerSettings(*map(float, arguments[2:])))
+    worker = RelayWorker(control, counts, WorkerSettings(*map(float, arguments[2:])))
     # Connections hold no cycles for long, and a collection over ten thousand of them would add latency.
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)

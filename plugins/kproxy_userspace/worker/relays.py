@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.balancer import Balancer
-from kproxy_userspace.worker.counts import MADE, RESET, Counted, Counter, Counts, failure_of
+from kproxy_userspace.worker.counts import MADE, RESET, Counter, Counts, FrontendCounts, failure_of
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE, Events
 
 # Half-closed connections: one peer has sent FIN, the other may never do so.
@@ -154,7 +154,7 @@ _CONNECTIONS, _ACCEPTED = int(Counter.CONNECTIONS), int(Counter.ACCEPTED)
 _BYTES_UP, _BYTES_DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
 
 
-class Listener:
+class TcpListener:
     """The socket of one service port in one worker, and its connections."""
 
     def __init__(self, sock: socket.socket, balancer: Balancer, shared: Resources) -> None:
@@ -164,7 +164,7 @@ class Listener:
         self.events = shared.events
         self.connections: set[Connection] = set()
         """The established ones."""
-        self.counted: Counted | None = None
+        self.counted: FrontendCounts | None = None
         """None: connections are not counted."""
         self.family = int(sock.family)
         self._sock = sock
@@ -305,7 +305,7 @@ class Connection:
         "endpoint", "listener",
     )  # fmt: skip
 
-    def __init__(self, listener: Listener, client: socket.socket, host: str) -> None:
+    def __init__(self, listener: TcpListener, client: socket.socket, host: str) -> None:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
@@ -523,9 +523,9 @@ class UdpRelay:
         self.balancer = balancer
         self.counts = shared.counts
         self.events = shared.events
-        self.flows: dict[FlowKey, Flow] = {}
+        self.flows: dict[FlowKey, ClientFlow] = {}
         self.timeouts = self.events.timeouts(idle_seconds)
-        self.counted: Counted | None = None
+        self.counted: FrontendCounts | None = None
         """None: flows are not counted."""
         self.family = sock.family
         self._unspecified = bytes(4 if self.family == socket.AF_INET else 16)
@@ -574,7 +574,7 @@ class UdpRelay:
             flow.close()
         self.events.close(self._sock)
 
-    def _new_flow(self, key: FlowKey) -> "Flow | None":
+    def _new_flow(self, key: FlowKey) -> "ClientFlow | None":
         endpoint = self.balancer.choose(key.client[0], time.monotonic())
         if endpoint is None:
             return None
@@ -587,13 +587,13 @@ class UdpRelay:
             upstream.close()
             self.counts[Counter.SHORTAGES] += error == errno.EAGAIN or error in EXHAUSTED
             return None
-        flow = self.flows[key] = Flow(self, key, upstream, endpoint)
+        flow = self.flows[key] = ClientFlow(self, key, upstream, endpoint)
         if self.counted is not None:
             self.counted[endpoint][MADE] += 1
         return flow
 
 
-class Flow:
+class ClientFlow:
     """One client of one UDP service port, and its endpoint."""
 
     __slots__ = ("_asked", "_key", "_last", "_relay", "_sock", "endpoint")

@@ -45,7 +45,7 @@ class Serve(NamedTuple):
     """Count connections for this frontend; see `Count`. None: count none."""
 
 
-class Report(NamedTuple):
+class ReportCounts(NamedTuple):
     """A request for the connections that were counted since the last one."""
 
 
@@ -73,7 +73,7 @@ class Close(NamedTuple):
 
 
 Order = Serve | Close
-Command = Order | Report | Recall
+Command = Order | ReportCounts | Recall
 
 
 def send(sock: socket.socket, messages: Iterable[tuple[Any, ...]]) -> None:
@@ -100,5 +100,6 @@ def _exactly(sock: socket.socket, size: int) -> bytearray:
 
 
 def as_commands(values: list[Any]) -> list[Command]:
-    of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report, Recall)}
+    kinds: tuple[type[Command], ...] = (Serve, Close, ReportCounts, Recall)
+    of_length = {len(kind._fields): kind for kind in kinds}
     return [of_length[len(value)](*value) for value in values]

@@ -187,7 +187,7 @@ def test_the_deadline_grows_with_the_bytes_that_arrive() -> None:
             connection.sendall(b"x" * 100)
             ticks.wait(0.01 * patience())
 
-    with server(steady, Limits(slowest=1000)) as transport:
+    with server(steady, Limits(min_rate=1000)) as transport:
         # On a quiet machine, 0.6 s for an answer of 6 s at the slowest.
         assert len(transport.get("/", 10.0, allowance=0.3 * patience()).read_all(10_000)) == 6000
 

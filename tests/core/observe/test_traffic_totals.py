@@ -227,7 +227,7 @@ def test_workers_have_the_same_numbers_and_divide_handshakes_at_the_same_bounds(
 ])  # fmt: skip
 def test_a_handshake_belongs_to_the_range_that_it_ends_in(seconds: float, place: int) -> None:
     tally, where = attribution.Tally(), ("10.1.0.1", 8080)
-    attribution.Counted(tally, (None, 6, 80)).shake(where, round(seconds * 1_000_000_000))
+    attribution.FrontendCounts(tally, (None, 6, 80)).shake(where, round(seconds * 1_000_000_000))
     (count,) = tally.report()
     wanted = [0] * 8
     wanted[place] = 1
@@ -236,7 +236,7 @@ def test_a_handshake_belongs_to_the_range_that_it_ends_in(seconds: float, place:
 
 def test_a_worker_reports_each_connection_once_however_long_a_pair_was_idle() -> None:
     tally, where, other = attribution.Tally(), ("10.1.0.1", 8080), ("10.1.0.2", 8080)
-    counted, again = (attribution.Counted(tally, (None, 6, 80)) for _ in range(2))
+    counted, again = (attribution.FrontendCounts(tally, (None, 6, 80)) for _ in range(2))
     for one in (counted, again, counted):
         one[where][attribution.MADE] += 1
     counted[other][attribution.MADE] += 1

@@ -7,7 +7,7 @@ from kproxy_core.model.service import Destination, EndpointSlice, Service, Servi
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, frontend_key, node_port_key
-from kproxy_ebpf.wanted import Frontend, Group, node_addresses, wanted
+from kproxy_ebpf.wanted import FrontendElement, Group, node_addresses, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 REMOTE = "10.244.2.1"
@@ -17,15 +17,15 @@ def groups(plans: dict[ServicePortKey, ServicePlan]) -> list[Group]:
     return [group for plan in plans.values() for group in wanted(plan)]
 
 
-def internal(address: str) -> Frontend:
-    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), 0)
+def internal(address: str) -> FrontendElement:
+    return FrontendElement(frontend_key(parse_address(address), Protocol.TCP, 80), 0)
 
 
-def external(address: str) -> Frontend:
-    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), MASQUERADES_PODS)
+def external(address: str) -> FrontendElement:
+    return FrontendElement(frontend_key(parse_address(address), Protocol.TCP, 80), MASQUERADES_PODS)
 
 
-NODE_PORT = Frontend(node_port_key(Family.IPV4, Protocol.TCP, 30080), MASQUERADES_PODS)
+NODE_PORT = FrontendElement(node_port_key(Family.IPV4, Protocol.TCP, 30080), MASQUERADES_PODS)
 
 
 def remote() -> tuple[Destination, ...]:

@@ -15,7 +15,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.batch import DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.servers import VirtualServers
-from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
+from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry
 
 ENDPOINTS = 5
 
@@ -85,7 +85,7 @@ def servers_pyroute2(addresses: Sequence[Address]) -> None:
 def entries_own(addresses: Sequence[Address]) -> None:
     kind = names.CLUSTER_IP
     sets.create(Family.IPV4, [kind])
-    elements = [Element(kind, f"{format_address(address)},tcp:80") for address in addresses]
+    elements = [SetEntry(kind, f"{format_address(address)},tcp:80") for address in addresses]
     measure("own: entries added", lambda: sets.write(Family.IPV4, elements))
     measure("own: entries read", lambda: sets.read(Family.IPV4))
     measure("own: entries deleted", lambda: sets.write(Family.IPV4, (), elements))

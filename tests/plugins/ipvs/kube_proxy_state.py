@@ -15,7 +15,7 @@ from kproxy_ipvs.explain import State
 from kproxy_ipvs.kernel import sets
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.names import FILTER, NAT, SetKind
-from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
+from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry
 from kproxy_xtables.rules import REJECT, ChainKey
 
 _NEW = "-m conntrack --ctstate NEW "
@@ -46,7 +46,7 @@ def write_objects(update: Update) -> None:
     """Write all objects for *update* into the kernel."""
     family, state = update.node.family, kube_proxys_state(update)
     sets.create(family, names.SETS)
-    sets.write(family, [Element(kind, entry, 0) for kind, found in state.sets.items() for entry in found])
+    sets.write(family, [SetEntry(kind, entry, 0) for kind, found in state.sets.items() for entry in found])
     with VirtualServers() as kernel:
         for key, endpoints in kube_proxys_servers(update).items():
             kernel.write([PutServer(key, Scheduling("rr"), new=True), *(

@@ -12,7 +12,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ipvs import applied as state
 from kproxy_ipvs import names
-from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare_all
+from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare
 from kproxy_ipvs.batch import DeleteDestination, PutDestination, PutServer
 from kproxy_ipvs.wanted import Style
 
@@ -204,6 +204,6 @@ def test_acknowledged_changes_add_up_to_the_plans(steps: list[tuple[Changed, boo
             if plan:
                 current[key] = plan
     expected = Applied.after(current, STYLE, held)
-    rest = compare_all(expected, kernel.servers, kernel.entries, kernel.addresses, ())  # type: ignore[arg-type]
+    rest = compare(expected, kernel.servers, kernel.entries, kernel.addresses, ())  # type: ignore[arg-type]
     assert rest.counts == {}
     assert (expected.addresses, expected.servers.keys()) == (held.addresses, held.servers.keys())

@@ -7,7 +7,7 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, RealServer
 from kproxy_ipvs.kernel import connections
 from kproxy_ipvs.kernel.connections import Translation
 from kproxy_ipvs.retire import count_untranslated, judge, short_circuits
@@ -50,8 +50,8 @@ fd00:0001:0000:0000:0000:0000:0000:0005 1F90 FIN_WAIT     115
 def test_parse_real_servers() -> None:
     v6 = Destination(parse_address("fd00:1::5"), 53)
     assert connections.parse_real_servers(SERVERS.splitlines(keepends=True)) == {
-        WEB: [Listed(ONE, 1, 2, 3), Listed(TWO, 0, 0, 0)],
-        ServerKey(Family.IPV6, 0, parse_address("fd00::1"), Protocol.UDP, 53): [Listed(v6, 1, 0, 7)],
+        WEB: [RealServer(ONE, 1, 2, 3), RealServer(TWO, 0, 0, 0)],
+        ServerKey(Family.IPV6, 0, parse_address("fd00::1"), Protocol.UDP, 53): [RealServer(v6, 1, 0, 7)],
         ServerKey(Family.IPV4, 0, VIP, Protocol.SCTP, 9): [],
     }
 
@@ -79,14 +79,14 @@ def test_parse_connections_from_vips() -> None:
 
 
 JUDGED = [
-    ("no connection", [Listed(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
-    ("only what has ended", [Listed(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
-    ("open", [Listed(ONE, 1, 2, 9)], 0, [PutDestination(WEB, ONE, 0, new=False)], 2),
-    ("open, seen before", [Listed(ONE, 0, 2, 9)], 0, [], 2),
-    ("called inactive, and in use", [Listed(ONE, 0, 0, 9)], 3, [], 3),
-    ("in use a moment ago", [Listed(ONE, 0, 0, 1)], 3, [], 1),
-    ("not IPVS's any more", [Listed(ONE, 0, 0, 0)], 3, [DeleteServer(WEB)], 0),
-    ("one of two", [Listed(ONE, 0, 1, 0), Listed(TWO, 1, 0, 4)], 0, [DeleteDestination(WEB, TWO)], 1),
+    ("no connection", [RealServer(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
+    ("only what has ended", [RealServer(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
+    ("open", [RealServer(ONE, 1, 2, 9)], 0, [PutDestination(WEB, ONE, 0, new=False)], 2),
+    ("open, seen before", [RealServer(ONE, 0, 2, 9)], 0, [], 2),
+    ("called inactive, and in use", [RealServer(ONE, 0, 0, 9)], 3, [], 3),
+    ("in use a moment ago", [RealServer(ONE, 0, 0, 1)], 3, [], 1),
+    ("not IPVS's any more", [RealServer(ONE, 0, 0, 0)], 3, [DeleteServer(WEB)], 0),
+    ("one of two", [RealServer(ONE, 0, 1, 0), RealServer(TWO, 1, 0, 4)], 0, [DeleteDestination(WEB, TWO)], 1),
 ]
 
 
@@ -95,7 +95,7 @@ JUDGED = [
     ("items", "in_use", "operations", "waiting"), [row[1:] for row in JUDGED], ids=[row[0] for row in JUDGED]
 )
 def test_servers_with_connections_are_kept(
-    items: list[Listed], in_use: int, operations: list[Operation], waiting: int, protocol: Protocol
+    items: list[RealServer], in_use: int, operations: list[Operation], waiting: int, protocol: Protocol
 ) -> None:
     key = WEB._replace(protocol=protocol)
     frontend = TO_WEB._replace(protocol=protocol)
@@ -108,7 +108,7 @@ def test_short_circuit_has_the_connections_of_its_frontends(protocol: str) -> No
     entries = {names.SHORT_CIRCUIT: {f"10.96.0.1,{protocol}:80": MARKED.mark}}
     frontend = TO_WEB._replace(protocol=Protocol[protocol.upper()])
     in_use = {Translation(frontend, ONE): 3}
-    _, waiting = judge({MARKED: [Listed(ONE, 1, 0, 4)]}, short_circuits(entries), in_use)
+    _, waiting = judge({MARKED: [RealServer(ONE, 1, 0, 4)]}, short_circuits(entries), in_use)
     assert waiting == 3
 
 

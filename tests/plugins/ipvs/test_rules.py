@@ -10,7 +10,7 @@ from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import sets
-from kproxy_ipvs.wanted import Element
+from kproxy_ipvs.wanted import SetEntry
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
 from tests.core.namespaces import Namespace, namespace
@@ -65,22 +65,22 @@ def test_entries_are_listed_as_written(family: Family) -> None:
     v4 = family is Family.IPV4
     address, net = ("192.0.2.1", "198.18.0.0/15") if v4 else ("2001:db8::1", "fd00:18::/32")
     elements = [
-        Element(names.CLUSTER_IP, f"{address},tcp:80"),
-        Element(names.EXTERNAL_IP, f"{address},sctp:80"),
-        Element(names.LOOP_BACK, f"{address},udp:53,{address}"),
-        Element(names.SOURCE_CIDR, f"{address},tcp:80,{net}"),
-        Element(names.SOURCE_CIDR, f"{address},tcp:80,{address}"),
-        Element(names.NODE_PORT_SETS[Protocol.TCP][0], "30080"),
-        Element(names.IPVS_IPS, address),
-        Element(names.SHORT_CIRCUIT, f"{address},tcp:80", 0x6B123456),
+        SetEntry(names.CLUSTER_IP, f"{address},tcp:80"),
+        SetEntry(names.EXTERNAL_IP, f"{address},sctp:80"),
+        SetEntry(names.LOOP_BACK, f"{address},udp:53,{address}"),
+        SetEntry(names.SOURCE_CIDR, f"{address},tcp:80,{net}"),
+        SetEntry(names.SOURCE_CIDR, f"{address},tcp:80,{address}"),
+        SetEntry(names.NODE_PORT_SETS[Protocol.TCP][0], "30080"),
+        SetEntry(names.IPVS_IPS, address),
+        SetEntry(names.SHORT_CIRCUIT, f"{address},tcp:80", 0x6B123456),
     ]
     with namespace() as here:
 
-        def action() -> set[Element]:
+        def action() -> set[SetEntry]:
             sets.create(family, names.SETS)
             sets.write(family, elements)
             held = sets.read(family)
-            return {Element(kind, entry, mark) for kind in held for entry, mark in held[kind].items()}
+            return {SetEntry(kind, entry, mark) for kind in held for entry, mark in held[kind].items()}
 
         assert here.inside(action) == set(elements)
         here.inside(lambda: sets.write(family, (), elements))

@@ -7,7 +7,7 @@ from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_nftables.applied import Applied, Contents, arrange, compare_all, dict_of, held_elements
+from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements
 from kproxy_nftables.wanted import Element, Value, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -182,6 +182,6 @@ def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
     a, b, c = b"aaaa", b"bbbb", b"cccc"
     actual: Contents = {"vips": {a: "drop", b: "goto tcp-cluster-1"}, "node-ips": {c: None}}
     others = [("vips", a, "goto tcp-cluster-2"), ("vips", c, "drop"), *node_elements(NODE)]
-    _, deletes, adds = compare_all({}, others, actual)
+    _, deletes, adds = compare({}, others, actual)
     assert {e[:2] for e in deletes} == {("vips", a), ("vips", b), ("node-ips", c)}
     assert {e[:2] for e in adds} == {("vips", a), ("vips", c), ("node-ips", bytes([192, 0, 2, 1]))}

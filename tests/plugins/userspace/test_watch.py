@@ -15,7 +15,7 @@ from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.names import PORTALS_HOST
-from kproxy_userspace.watch import Watch
+from kproxy_userspace.watch import Watcher
 
 from .endpoints import PATIENCE
 
@@ -54,8 +54,9 @@ class Events:
         state = Portals(self._happened, seconds, can_read=can_read)
         families = {Family.IPV4: cast(FamilyState, state)}
         _iptables("-N", PORTALS_HOST)
-        self.watch = Watch(families, cast(WorkerPool, NoWorkers()), lambda _, what: self._happened.put(what),
-                           3600.0, OwnProcesses(), share)  # fmt: skip
+        self.watch = Watcher(
+            families, cast(WorkerPool, NoWorkers()), lambda _, what: self._happened.put(what), 3600.0,
+            OwnProcesses(), share)
 
     def __iter__(self) -> Iterator[str]:
         while True:

@@ -13,7 +13,7 @@ from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import Worker, WorkerPool
-from kproxy_userspace.watch import Watch
+from kproxy_userspace.watch import Watcher
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.wire import Serve, WorkerSettings
 
@@ -33,7 +33,7 @@ def watching(pool: WorkerPool) -> Iterator[tuple[list[tuple[Family, str]], threa
             all_reported.set()
 
     families = dict.fromkeys(Family, cast("FamilyState", None))
-    with closing(Watch(families, pool, damaged, None, OwnProcesses())):
+    with closing(Watcher(families, pool, damaged, None, OwnProcesses())):
         yield reports, all_reported
 
 

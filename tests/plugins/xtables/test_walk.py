@@ -5,7 +5,7 @@ import pytest
 from kproxy_core.model.address import Protocol, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Packet
 from kproxy_core.testing.builders import node_view
-from kproxy_xtables.walk import Flight, Ruleset, Walk
+from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 PACKET = Packet(
     Origin.OUTSIDE, parse_address("198.51.100.7"), parse_address("10.96.0.1"), Protocol.TCP, 80)
@@ -16,9 +16,9 @@ DNAT = "-p tcp -m tcp -j DNAT --to-destination 10.1.1.1:8080"
 def ends(chains: dict[str, list[str]]) -> list[tuple[float, str]]:
     """Return the share and the end of each way through the nat table."""
     rules = {("nat", chain): rules for chain, rules in chains.items()}
-    found = Walk(Ruleset(rules), node_view()).through("nat", "PREROUTING", Flight.of(PACKET))
+    found = Walk(Ruleset(rules), node_view()).through("nat", "PREROUTING", Skb.of(PACKET))
     return [
-        (round(end.share, 3), end.outcome.value if end.outcome else format_socket(*end.flight.where))
+        (round(end.share, 3), end.outcome.value if end.outcome else format_socket(*end.skb.where))
         for end in found
     ]
 
@@ -74,5 +74,5 @@ def test_a_packet_is_on_a_bridge_port_if_its_sender_is_bridged(
 ) -> None:
     rules = {("nat", "PREROUTING"): SERVICES, ("nat", "SERVICES"): [f"{rule} {DNAT}"]}
     walk = Walk(Ruleset(rules), node_view(), bridged={PACKET.source} if bridged else ())
-    (end,) = walk.through("nat", "PREROUTING", Flight.of(PACKET))
-    assert format_socket(*end.flight.where) == expected
+    (end,) = walk.through("nat", "PREROUTING", Skb.of(PACKET))
+    assert format_socket(*end.skb.where) == expected
