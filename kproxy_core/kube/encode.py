@@ -1,4 +1,4 @@
-"""The model's objects as Kubernetes JSON, with the fields that a proxy reads. The reverse of the readings."""
+"""The model's objects as Kubernetes JSON, with the fields that a proxy reads: the reverse of `reading`."""
 
 from collections.abc import Iterable
 from typing import Any

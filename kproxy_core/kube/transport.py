@@ -432,7 +432,7 @@ def _read_on(secure: ssl.SSLSocket, target: memoryview, size: int) -> int:
 def connection_class(base: type[HTTPConnection], owner: AbortableSocket) -> type[HTTPConnection]:
     """Return a subclass of urllib3's connection *base* whose sockets belong to *owner*."""
 
-    class Connection(base):  # type: ignore[misc, valid-type]
+    class AbortableConnection(base):  # type: ignore[misc, valid-type]
         def _new_conn(self) -> socket.socket:
             if hasattr(self, "_socks_options"):
                 made: socket.socket = super()._new_conn()
@@ -461,7 +461,7 @@ def connection_class(base: type[HTTPConnection], owner: AbortableSocket) -> type
         def response_class(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
             return owner.answer(connected, **options)
 
-    return Connection
+    return AbortableConnection
 
 
 # Requests and responses.

@@ -1,4 +1,4 @@
-"""The program of the child process: commands of nft, one by one.
+"""The child process of `libnftables`, which runs commands of nft one by one.
 
     libnftables_child.py [SETTING]... -- [COMMAND]...
 
@@ -6,7 +6,7 @@ A SETTING is a method of the binding without ``set_``, such as ``handle_output``
 input is one. Each answer is a line of JSON with exit status, output and error output, printed before the next
 command runs.
 
-A Python that does not see this checkout may run it: it imports the standard library and the binding alone.
+A Python that does not see this package may run it: it imports only the standard library and the binding.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The network namespaces of this machine, as far as its processes show them."""
+"""The network namespaces of this machine that have processes."""
 
 import ctypes
 import os
@@ -28,9 +28,8 @@ def namespace_name() -> str:
 def in_network_namespaces(act: Callable[[], None]) -> None:
     """Call *act* in the calling thread's network namespace and in that of every other process.
 
-    Another thread makes the calls. Namespaces that this process may not enter are left out: that takes
-    CAP_SYS_ADMIN, and the host's processes must be visible. Raises the first HostError of *act*, when all
-    calls have been made.
+    Another thread makes the calls. Skips namespaces that this process may not enter: that requires
+    CAP_SYS_ADMIN and visible processes of the host. Raises the first HostError of *act* after all calls.
     """
     errors: list[HostError] = []
 
@@ -53,7 +52,7 @@ def _namespaces() -> Iterator[None]:
     seen = {os.stat("/proc/thread-self/ns/net").st_ino}
     yield
     for path in Path("/proc").glob("[0-9]*/ns/net"):
-        with suppress(OSError):  # The process has ended, or is another user's.
+        with suppress(OSError):  # The process has ended, or belongs to another user.
             number = os.stat(path).st_ino
             if number in seen:
                 continue

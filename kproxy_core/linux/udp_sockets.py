@@ -25,7 +25,7 @@ _REMOTE = struct.Struct(">2xH16x16s")
 """Within inet_diag_sockid: the other side's port and address."""
 _COOKIE = struct.Struct("=40xQ")
 _NOBODY: Final = bytes(40) + b"\xff" * 8
-"""The inet_diag_sockid of no socket: without a cookie, any socket that has its addresses would match."""
+"""An inet_diag_sockid that matches no socket: without a cookie, any socket with its addresses would match."""
 
 
 class UdpSocket(NamedTuple):
@@ -60,8 +60,7 @@ def connected_udp_sockets() -> list[UdpSocket]:
 def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
     """Destroy *sockets*: receiving fails with ECONNABORTED, sending with EDESTADDRREQ.
 
-    Return how many still existed. Raises HostError if one exists and cannot be destroyed; all
-    others have been destroyed then.
+    Return how many still existed. Raises HostError, after destroying all others, if one cannot be destroyed.
     """
     requests = [_destruction(family, identity) for family, identity in sockets]
     if not requests:
@@ -75,7 +74,7 @@ def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
 
 
 def udp_destruction_problem() -> str:
-    """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with no socket."""
+    """Return why the kernel cannot destroy UDP sockets; "" if it can. Destroys none."""
     try:
         connected_udp_sockets()  # Without udp_diag, the answer below would be the same.
         with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:

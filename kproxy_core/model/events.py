@@ -80,7 +80,7 @@ class BadObject(Struct, frozen=True, gc=False):
 
     kind: str
     name: str
-    """``namespace/name`` as far as known, else the file or line that holds it."""
+    """``namespace/name`` if known, else the file or line that holds it."""
     field: str
     """Path of the offending field, e.g. ``spec.ports[0].port``; "" for the whole object."""
     problem: str
@@ -121,7 +121,7 @@ class Source(Protocol):
     """Delivers events from its own threads until it is stopped."""
 
     kinds: tuple[str, ...]
-    """The names under which it announces `Complete`."""
+    """The names of its `Complete` events."""
 
     def start(self, emit: Emit) -> None:
         """Start delivering to *emit*, and return at once."""

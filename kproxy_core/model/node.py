@@ -1,4 +1,4 @@
-"""The node a proxy runs on, as far as planning depends on it."""
+"""The properties of the proxy's node that plans depend on."""
 
 import re
 from typing import Final, Literal
@@ -52,7 +52,7 @@ class LocalSource(Struct, frozen=True):
 
 
 class NodeView(Struct, frozen=True, kw_only=True):
-    """The node as the plans and backends of one family see it."""
+    """The node's properties for the plans and the backend of one family."""
 
     family: Family
     name: str
@@ -64,9 +64,9 @@ class NodeView(Struct, frozen=True, kw_only=True):
     node_ports_anywhere: bool = False
     """Every local address except loopback serves node ports, including those that no interface has."""
     node_ports_on_loopback: bool = False
-    """Node ports are requested on loopback, too, by name or with all addresses. Not every mode can."""
+    """Node ports are requested on loopback, too, by name or as one of all addresses."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
-    """The networks of ClusterIPs; none contains another."""
+    """Networks of ClusterIPs; none contains another."""
     masquerade_all: bool = False
     masquerade_bit: int = 14

@@ -11,4 +11,4 @@ class Requirement(Struct, frozen=True):
     remedy: str = ""
     """Advice for the operator; "" if met."""
     guessed: bool = False
-    """Concluded from versions or files, not tried."""
+    """Inferred from versions or files, not tried."""

@@ -136,7 +136,7 @@ class CleanupResult(NamedTuple):
 
 
 class FlowCleaner:
-    """Deletes stale flows on one thread, which is started with the first ones, and reports the results."""
+    """Deletes stale flows on one thread, started with the first ones, and reports the results."""
 
     def __init__(self, done: Callable[[CleanupResult], None]) -> None:
         """*done* is called on the thread."""

@@ -1,7 +1,7 @@
 """The plans whose elements the kernel has acknowledged for one family, and the difference to others. Pure.
 
-Keys and values follow from the plans alone, so a restart finds everything in its place. A choice that a
-socket or a client remembers is valid as long as its endpoint exists, whatever slot that endpoint has by then.
+Keys and values depend on the plans alone, so a restart finds them unchanged. A choice that a socket or a
+client remembers is valid as long as its endpoint exists, in whatever slot.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,17 +19,17 @@ Contents = dict[str, dict[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Elements to write, in the three steps in which they are safe.
+    """Elements to write, in three steps, the order in which they are safe.
 
-    A program that finds a slot empty leaves the destination as it is, and the rules decide.
+    A program that finds an empty slot keeps the destination, and the rules decide.
     """
 
     withdrawn: Contents
-    """To delete first, before the rules change: frontends, endpoints, and slots with such endpoints."""
+    """Frontends, endpoints and their slots to delete first, before the rules change."""
     updates: Contents
-    """To set after the rules changed: endpoints, then slots, then frontends."""
+    """Endpoints, then slots, then frontends to set after the rules changed."""
     unused: Contents
-    """Slots to delete at last."""
+    """Slots to delete last."""
 
     @property
     def operations(self) -> int:
@@ -44,12 +44,12 @@ class Applied:
         self._plans = dict(plans)
 
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
-        """Return the difference that *changed* plans make. Costs what their endpoints cost."""
+        """Return the difference to the *changed* plans. O(their endpoints)."""
         before = (self._plans[key] for key in changed if key in self._plans)
         return compare(contents(before), contents(plan for plan in changed.values() if plan is not None))
 
     def acknowledge(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> None:
-        """Take over the plans that the kernel has taken over."""
+        """Record the plans whose elements the kernel holds."""
         for key, plan in changed.items():
             if plan is None:
                 self._plans.pop(key, None)
@@ -62,7 +62,7 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
     slots: dict[bytes, bytes] = {}
     endpoints: dict[bytes, bytes] = {}
     for plan in plans:
-        # A client on this node may be the endpoint itself, which the rules serve.
+        # A client on this node may be the endpoint itself, for which the rules decide.
         local = frozenset(plan.hairpins)
         # Sockets or clients keep to the endpoint that was chosen for them.
         is_remembered = bool(plan.affinity_seconds) or plan.key.protocol is Protocol.UDP
@@ -84,7 +84,7 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
 
 
 def compare(before: Contents, after: Contents) -> Difference:
-    """Return the difference that leads from one content of the maps to another."""
+    """Return the difference between two contents of the maps."""
     withdrawn: Contents = {}
     for name in (names.FRONTENDS, names.ENDPOINTS):
         old, new = before.get(name, {}), after[name]

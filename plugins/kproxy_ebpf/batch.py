@@ -33,11 +33,11 @@ _HAS_LOCAL = 1
 MASQUERADES_PODS = 2
 """Flag of a frontend: the rules give traffic of pods the node's address as source."""
 SHORT_CIRCUITS = {Family.IPV4: 4, Family.IPV6: 8}
-"""Flag of a frontend with policy Local: the rules lead pods to all endpoints, and clients from elsewhere to
-those on this node."""
+"""Flag of a frontend with policy Local: the rules send pods to all endpoints, and other clients to those on
+this node."""
 
 Counts = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of `api.Connections`: `number`, `failed`, `carried`, and `handshakes`."""
+"""Of `Connections`: `number`, `failed`, `carried`, and `handshakes`."""
 
 PRESENT = bytes(8)
 """The value of an endpoint."""
@@ -64,7 +64,7 @@ def frontend_family(key: bytes) -> Family:
 
 
 def service_id(name: str, family: Family) -> bytes:
-    """Return the id of a service, the same for a name at all times."""
+    """Return the id of a service, which depends on its name and family only."""
     digest = blake2b(name.encode(), digest_size=_SERVICE_ID).digest()
     return digest[:-1] + bytes([digest[-1] & 0x7F | (family is Family.IPV6) << 7])
 
@@ -87,7 +87,7 @@ class ServiceValue(NamedTuple):
     endpoints: int
     affinity_seconds: int
     has_local: bool
-    """One of the endpoints may be a client itself."""
+    """An endpoint may be a client itself."""
     frontend: int
     """Flags of the frontend."""
 
@@ -113,7 +113,7 @@ def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
 
 
 def split_pair(key: bytes) -> tuple[bytes, bytes]:
-    """Return the frontend's key and the endpoint, as in slots, of a pair that is counted."""
+    """Return the frontend's key and the endpoint, as in slots, of a counted pair."""
     return key[:_FRONTEND.size], key[_FRONTEND.size:]
 
 

@@ -1,6 +1,4 @@
-"""Removes the mode's links, programs, maps and tables of this network namespace, at once or for another
-mode.
-"""
+"""Removal of the mode's links, programs, maps and tables of this network namespace, and retirement."""
 
 import shutil
 import time
@@ -11,8 +9,6 @@ from kproxy_core.contract import BackendError, BackendSettings, Leftovers
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel.port import delete_tables, detach_pins, forget_connections, pins_of
 from kproxy_ebpf.settings import read_settings
-
-# Removes the mode's links, programs, maps and tables of this network namespace.
 
 
 def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
@@ -31,19 +27,19 @@ def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
     return Leftovers(tuple(removed))
 
 
-# Leaves local sockets to another mode without changing the address that a late reply bears.
+# Retirement.
 
 GRACE = 5.0
-"""Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
+"""Seconds in which late replies to datagrams still get the address of the dialled frontend."""
 
 _since: dict[str, float] = {}
 """Time at which the programs of a directory stopped choosing endpoints, on the monotonic clock."""
 
 
 def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
-    """Stop choosing endpoints at once; keep translating replies for a while.
+    """Stop choosing endpoints at once; translate replies for a grace period.
 
-    Established TCP connections need nothing of this mode; those that were not tracked are from now on.
+    Established TCP connections need nothing of this mode; untracked ones are tracked from now on.
     """
     try:
         home = pins_of(read_settings(settings))

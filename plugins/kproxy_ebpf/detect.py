@@ -1,6 +1,4 @@
-"""Finds out whether this machine can run the programs, by trying each thing they need; and the mode's
-deviations.
-"""
+"""Requirements of the programs, each tried on its own, and deviations of the mode."""
 
 import errno
 import os
@@ -23,8 +21,6 @@ from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
 from kproxy_ebpf.settings import Settings, read_settings
 from kproxy_ebpf.wanted import only_node_clients, wanted
 
-# Finds out whether this machine can run the programs: each thing that they need is tried.
-
 _PERMISSION = "grant CAP_BPF and CAP_NET_ADMIN, and a seccomp profile that allows bpf(2)"
 _ARRAY = bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)
 _SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, flags=1)
@@ -45,7 +41,7 @@ def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
 
 
 def lacking(options: Settings) -> list[str]:
-    """Return the missing requirements, as far as they can be found out in milliseconds."""
+    """Return the missing requirements, as far as they can be checked in milliseconds."""
     return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
 
 
@@ -155,7 +151,7 @@ def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERM
     return Requirement(what, True, found)
 
 
-# Deviations of this mode from the rules that it stands on. Pure.
+# Deviations. Pure.
 
 def caveats(update: Update, settings: Settings) -> Iterator[Caveat]:
     """Yield the deviations of connect-time translation."""

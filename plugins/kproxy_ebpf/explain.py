@@ -50,9 +50,9 @@ def _frontends(source: Destination, endpoint: Destination) -> Iterator[Destinati
 def explain(
     questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: PinnedMaps | None
 ) -> list[KernelSide]:
-    """Return *rules*, the base's answers, with what programs decide before them.
+    """Return *rules*, the base's answers, with the decisions of programs before them.
 
-    *maps* None: with the elements that would be written. Raises SyncFailed.
+    *maps* None: of the elements that would be written. Raises SyncFailed.
     """
     return [
         _in_front(question, side, settings, maps) for question, side in zip(questions, rules, strict=True)
@@ -77,7 +77,7 @@ def _in_front(
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:
-    """Return whether programs decide for this client. The Service's own endpoints are left to the rules."""
+    """Return whether programs decide for this client. The rules decide for the Service's own endpoints."""
     packet, plan = question.packet, question.plan
     if packet.origin is Origin.OUTSIDE or (plan is not None and packet.source in plan.hairpins):
         return False
@@ -91,7 +91,7 @@ class _Found(NamedTuple):
     objects: Sequence[KernelObject]
     choices: tuple[EndpointShare, ...]
     flags: int
-    """Of the frontend."""
+    """Flags of the frontend."""
     remembered: Destination | None = None
 
 
@@ -155,7 +155,7 @@ def _held(question: Question, maps: PinnedMaps) -> _Found | None:
 
 
 def _remembered(packet: Packet, service: batch.ServiceValue, maps: PinnedMaps) -> Destination | None:
-    """Return the endpoint of the node's own clients. A pod's namespace is not known by its address."""
+    """Return the endpoint of the node's own clients. A pod's address does not tell its namespace."""
     if not service.affinity_seconds or packet.origin is not Origin.NODE:
         return None
     endpoint = maps.pinned_endpoint(service.identity, service.affinity_seconds)

@@ -1,4 +1,4 @@
-"""One family's elements of the maps, and the steps that bring them to the plans."""
+"""Map elements of one IP family, and the steps that bring them to the plans."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -13,7 +13,7 @@ from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.wanted import node_addresses
 
 _PART = 1000
-"""Plans whose elements are made and written at a time."""
+"""Number of plans whose elements are written at a time."""
 
 
 class FamilyState:
@@ -23,14 +23,14 @@ class FamilyState:
         self._family = family
         self._kernel = kernel
         self._applied: Applied | None = None
-        """None: the maps have to be read."""
+        """None: the maps must be read."""
         self._node_addresses: dict[bytes, bytes] = {}
 
     def withdraw(self, update: Update) -> Difference | None:
-        """Remove what must not be chosen any more, before the rules change. `write` does the rest.
+        """Remove endpoints that must not be chosen any more, before the rules change. `write` does the rest.
 
-        Read the maps first where their content is not known. Return the difference, or None if the maps are
-        empty. Raises SyncFailed, TrustLost.
+        Read the maps first if their content is unknown. Return the difference, or None if the maps are empty.
+        Raises SyncFailed, TrustLost.
         """
         if update.scope is Scope.RESYNC or self._applied is None:
             self._applied = None
@@ -45,7 +45,7 @@ class FamilyState:
         return difference
 
     def write(self, update: Update, difference: Difference | None) -> int:
-        """Add what may be chosen from now on. Return the number of elements written and deleted.
+        """Add endpoints that may be chosen from now on. Return the number of elements written and deleted.
 
         Raises TrustLost.
         """
@@ -64,12 +64,12 @@ class FamilyState:
             self._applied.acknowledge(update.changed)
         self._node_addresses = wanted
         if difference is None or were_read or difference.withdrawn[names.ENDPOINTS]:
-            # Their clients connect again, and what they find by then is complete.
+            # Their clients reconnect when the maps are complete.
             self._kernel.destroy_connected_sockets()
         return operations
 
     def _fill(self, plans: Mapping[ServicePortKey, ServicePlan]) -> int:
-        """Write the elements of all *plans*, in parts that need little memory; return their number."""
+        """Write the elements of all *plans* in parts, to save memory. Return their number."""
         rest, operations = iter(plans.values()), 0
         while part := list(islice(rest, _PART)):
             difference = compare({}, contents(part))

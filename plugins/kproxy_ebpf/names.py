@@ -22,12 +22,12 @@ MAPS = (
 )  # fmt: skip
 
 PER_FAMILY = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES)
-"""The maps whose elements come from Services and the node."""
+"""Maps whose elements depend on Services and the node."""
 
 ON_THE_WAY_OUT = ("connect4", "connect6", "sendmsg4", "sendmsg6")
-"""The programs that choose endpoints."""
+"""Programs that choose endpoints."""
 ON_THE_WAY_BACK = ("recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
-"""The programs that restore the address that was dialled."""
+"""Programs that restore the dialled address."""
 PROGRAMS = ON_THE_WAY_BACK + ON_THE_WAY_OUT
 """In the order of attachment: a reply is translated before a first request is."""
 RELEASE = "release"
@@ -58,4 +58,4 @@ NOTRACK_TABLE = "kproxy-notrack"
 """The table of each IP family in which kproxy 0.2 exempted connections from tracking (option ``notrack``)."""
 
 OBJECT_PREFIX = "kproxy_"
-"""Of the names of programs and maps in the kernel's lists."""
+"""Prefix of the names of programs and maps in the kernel's lists."""

@@ -11,8 +11,6 @@ from kproxy_ebpf.kernel.port import pinned_maps
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, node_addresses, wanted
 
-# The elements of the maps as text for people.
-
 
 def render_text(update: Update) -> str:
     """Return as comments the endpoints of local sockets by destination."""

@@ -8,13 +8,15 @@ DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
 
 
 class Settings(NamedTuple):
+    """The options of the mode."""
+
     cgroup: str = ""
     """Sockets created in this cgroup and below it are translated; "": the root of the node's cgroup2 tree."""
     clients: str = "auto"
-    """Sockets to translate: ``node``, those of the node's own network namespace; ``all``; ``auto``,
-    all of which the rules would keep the source address."""
+    """Sockets to translate: ``node``, those of the node's network namespace; ``all``; ``auto``, those whose
+    source address the rules would keep."""
     pin_directory: str = DEFAULT_PIN_DIRECTORY
-    """Directory in a BPF file system, in which maps and links are pinned between runs."""
+    """Directory in a BPF file system for the pins of maps and links."""
     getpeername: bool = True
     """getpeername(2) of a TCP socket returns the address that was dialled."""
     connected_udp: bool = False

@@ -12,7 +12,7 @@ from kproxy_ebpf.settings import Settings
 
 
 class _Element(NamedTuple):
-    """One element of the map."""
+    """One element of the map of counts."""
 
     family: Family
     value: bytes
@@ -20,12 +20,12 @@ class _Element(NamedTuple):
 
 
 class Traffic:
-    """The counts of programs."""
+    """The counts of one backend instance."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._read: dict[bytes, _Element] = {}
-        """The elements as they were read last, by key. `value` and `meaning` are of the family's reading."""
+        """Elements of the last reading of their family, by key."""
 
     def read(self, family: Family) -> list[Connections]:
         """Raises SyncFailed."""

@@ -1,7 +1,7 @@
 """The map elements for a service plan. Pure.
 
-Frontends that the rules must decide are left out: those without usable endpoints, SCTP, and load balancer IPs
-with source ranges, because the source of a connection is unknown when it is dialled.
+Omits frontends for which the rules must decide: those without usable endpoints, SCTP, and load balancer IPs
+with source ranges, because the source of a connection is unknown at connect().
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,9 @@ from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, fro
 
 
 class FrontendElement(NamedTuple):
-    """An address that local sockets dial."""
+    """One element of the map of frontends: an address that local sockets dial."""
 
     key: bytes
-    """Of the map of frontends."""
     flags: int
     """`batch.MASQUERADES_PODS`, or of `batch.SHORT_CIRCUITS`; 0: an internal frontend."""
 
@@ -27,7 +26,7 @@ class Group(NamedTuple):
     """Frontends of one service port that lead to the same endpoints."""
 
     name: str
-    """``cluster`` or ``local``: which of the plan's endpoints."""
+    """``cluster`` or ``local``: the plan's endpoints in use."""
     frontends: tuple[FrontendElement, ...]
     endpoints: tuple[Destination, ...]
 
@@ -72,18 +71,18 @@ def node_addresses(node: NodeView) -> dict[bytes, bytes]:
 
 
 def only_node_clients(clients: str, node: NodeView) -> bool:
-    """Return whether sockets of pods are left to the rules. *clients* is the mode's option of that name.
+    """Return whether the rules decide for sockets of pods. *clients* is the mode's option of that name.
 
-    The source of a connection is unknown when it is dialled: rules that masquerade by it decide themselves.
+    The source of a connection is unknown at connect(), so rules that masquerade by the source must decide.
     """
     by_interface = node.local_source is not None and node.local_source.cidr is None
     return clients == "node" or node.masquerade_all or (clients == "auto" and by_interface)
 
 
 def frontends_left_by_pods(clients: str, node: NodeView) -> int:
-    """Return the flags of frontends for which sockets of pods are left to the rules.
+    """Return the flags of frontends for which the rules decide about sockets of pods.
 
-    Rules that cannot recognise pods treat them as any client of a frontend with policy Local.
+    Rules that cannot recognise pods treat them like any client of a frontend with policy Local.
     """
     masquerading = MASQUERADES_PODS * (clients != "all")
     return masquerading | (SHORT_CIRCUITS[node.family] if node.local_source is None else 0)

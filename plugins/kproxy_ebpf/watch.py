@@ -1,7 +1,6 @@
-"""Notices programs that another process detached, replaced or unpinned.
+"""Detection of programs that another process detached, replaced or unpinned.
 
-The kernel announces none of this, so a thread looks once a second. Elements of maps are compared by full
-syncs only.
+The kernel announces none of this, so a thread checks once a second. Only full syncs compare elements of maps.
 """
 
 import threading
@@ -11,17 +10,16 @@ from kproxy_core.contract import Damage
 from kproxy_core.model.address import Family
 
 INTERVAL = 1.0
-"""Seconds between two looks; each takes some 400 microseconds."""
-
+"""Interval in seconds between checks; each takes some 400 microseconds."""
 
 Look = tuple[int, str]
-"""The number of repairs so far, and the problem; "": none."""
+"""Number of repairs so far, and the problem; "": none."""
 
 
 class Watcher:
-    """Calls *damaged* for every family when *look* finds a problem.
+    """Reports problems that *look* finds, for every family, from a thread of its own until it is closed.
 
-    The same problem is reported again only after a repair: a repair that fails is retried anyway.
+    The same problem is reported again only after a repair: a failed repair is retried anyway.
     """
 
     def __init__(
@@ -37,7 +35,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking; no report follows."""
+        """Stop watching. No report follows."""
         self._stopped.set()
         self._thread.join()
 

@@ -63,12 +63,12 @@ class Applied:
         self.endpoints = 0
         """See `count_endpoints`."""
         self.rules: Counter[str] = Counter()
-        """Number of rules by table, and of those in chains of service ports."""
+        """Number of rules by table, and in chains of service ports."""
 
     def last_rules(self, difference: Difference | None = None) -> dict[str, int]:
-        """Return the number of rules that kube-proxy writes in a sync, by table: all without a *difference*.
+        """Return the number of rules that kube-proxy would write in a sync, by table.
 
-        With one, it leaves out the chains of the service ports that did not change.
+        With a *difference*, without the chains of unchanged service ports.
         """
         unchanged = 0 if difference is None else self.rules[_CHAINS] - difference.chain_rules
         return {FILTER: self.rules[FILTER], NAT: self.rules[NAT] - unchanged}
@@ -122,7 +122,7 @@ class Applied:
 
 
 class FullDifference:
-    """The difference between all plans and a fresh read of the kernel, computed while it is being written.
+    """The difference between all plans and a fresh read of the kernel, computed while it is written.
 
     `chains` must be exhausted before `references` and `stale` are used.
     """
@@ -135,9 +135,9 @@ class FullDifference:
         self._facts = facts
         self._rules: dict[ChainKey, list[str]] = {}
         self.stale = dict.fromkeys(observed.service_chains)
-        """Chains with the name of a service port's chain that no plan wants."""
+        """Chains of service ports that no plan wants."""
         self.operations = 0
-        """Chains and rules that `chains` and `references` have returned so far."""
+        """Number of chains and rules returned by `chains` and `references` so far."""
         self._counts: Counter[str] = Counter()
 
     def chains(self) -> Iterator[tuple[str, str]]:

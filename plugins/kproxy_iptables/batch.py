@@ -1,8 +1,8 @@
 """Operations encoded as input of iptables-restore, split into calls of limited size. Pure.
 
-One call is one transaction per table. The time of iptables-nft-restore 1.8.9 grows with the square of the
-chains in one call. Chains to which nothing jumps yet are therefore written first, in calls of their own. That
-is safe at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
+One call is one transaction per table. The time of iptables-nft-restore 1.8.9 is quadratic in the chains of
+one call. Therefore chains to which nothing jumps yet are written first, in calls of their own. That is safe
+at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
 """
 
 from collections import defaultdict
@@ -18,14 +18,14 @@ class Section:
     """Changes of one table in one call."""
 
     chains: list[str] = field(default_factory=list)
-    """Created, or emptied if they exist."""
+    """Chains to create, or to flush if they exist."""
     lines: list[str] = field(default_factory=list)
     """Commands like ``-A CHAIN ...``, without line ends."""
 
     def text(self, table: str, before: str = "", stale: Collection[str] = ()) -> str:
         """Return input for iptables-restore; "" if nothing changes.
 
-        *before* are complete lines to put first. *stale* chains are deleted, and emptied for that.
+        *before* are complete lines to put first. *stale* chains are flushed and deleted.
         """
         declared = "".join(map(_declaration, (*stale, *self.chains)))
         lines = "".join([f"{line}\n" for line in (*self.lines, *(f"-X {chain}" for chain in stale))])
@@ -39,7 +39,7 @@ class References:
     sections: dict[str, Section] = field(default_factory=lambda: defaultdict(Section))
     """By table."""
     filter_deletes: list[str] = field(default_factory=list)
-    """Deletions of drop and reject rules, executed after the rules that forward are in place."""
+    """Deletions of drop and reject rules, executed after the rules that forward exist."""
     stale: list[str] = field(default_factory=list)
     """Chains of service ports to which nothing jumps any more."""
 

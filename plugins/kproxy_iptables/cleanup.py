@@ -23,10 +23,10 @@ from kproxy_xtables.rules import (
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
 
-# Decisions about which chains and rules in a kernel belong to the mode. Pure.
+# Decisions about ownership. Pure.
 
 OLDER_CHAINS = frozenset({(NAT, "KUBE-MARK-DROP")})
-"""Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and creates it again."""
+"""Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and recreates it."""
 
 CURRENT_JUMPS = jumps_by_chain(JUMPS)
 
@@ -34,7 +34,7 @@ _IPVS_CHAINS = frozenset({(NAT, "KUBE-LOAD-BALANCER"), (NAT, "KUBE-NODE-PORT"), 
 """Chains of kube-proxy's ipvs mode that jump to shared ones."""
 
 _SNAT_COMMENT = '"kubernetes service traffic requiring SNAT"'
-"""Comment of a rule that old versions had in POSTROUTING itself, before it had a chain of its own."""
+"""Comment of a rule that old versions had in POSTROUTING itself, not in a chain of its own."""
 
 
 def plan_cleanup(held: RulesByChain) -> Removal:
@@ -63,13 +63,13 @@ def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
     return wanted and found.comment.startswith("kube")
 
 
-# Removal of every trace of the mode: its chains and rules, and those of all versions of kube-proxy.
+# Removal.
 
 _clean = partial(clean_up, plan_cleanup, counted=names.SERVICE_PREFIXES)
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
-    """Remove all rules from both variants, nf_tables and legacy, and both families, and the counts."""
+    """Remove all rules from both variants, nf_tables and legacy, and both families, and the counters."""
     rules = _clean(find_variants(), dry_run=dry_run)
     return Leftovers.merged([rules, clean_up_counts("iptables", dry_run=dry_run)])
 
@@ -82,6 +82,6 @@ def supersede(*, dry_run: bool) -> Leftovers:
 
 
 def _has_older(tables: Tables) -> bool:
-    """Return whether older versions left anything. Reads only a few chains, because there may be many."""
+    """Return whether leftovers of older versions exist. Reads only a few chains: there may be many."""
     return any(tables.has_chain(*key) for key in OLDER_CHAINS) or any(
         is_older(key, rule) for key in CURRENT_JUMPS for rule in tables.rules(*key))

@@ -1,4 +1,4 @@
-"""Requirements of the mode, tried with the programs that it would use; and the mode's deviations."""
+"""Requirements of the mode, tried with the programs that it would use, and its deviations."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,8 +11,6 @@ from kproxy_iptables.skeleton import serves_loopback
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
-
-# Requirements of the mode on this node, tried with the programs that it would use.
 
 _FEATURES = (
     requirements.COMMENTS,
@@ -33,7 +31,7 @@ _FEATURES = (
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Check privileges, programs and sysctls, then try each table, match and target.
 
-    Without a *trial*, read only the nat tables, and conclude the rest from kernel modules.
+    Without a *trial*, read only the nat tables, and infer the rest from kernel modules.
     """
     modules = Modules(requirements.KERNEL_OPTIONS)
     installed, variant = requirements.check_programs(modules, load_modules=load_modules)
@@ -51,10 +49,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     return Detection(tuple(found))
 
 
-# Deviations of this mode from the Service API and from other modes. Pure.
+# Deviations. Pure.
 
 _REMEMBERED = 100
-"""Clients of each endpoint: the default of ip_list_tot (net/netfilter/xt_recent.c)."""
+"""Limit for the clients of each endpoint: the default of ip_list_tot (net/netfilter/xt_recent.c)."""
 
 
 def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:

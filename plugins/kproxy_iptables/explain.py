@@ -19,13 +19,13 @@ from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 _FEW = 12
-"""Packets for which single chains are read."""
+"""Limit for the packets for which single chains are read."""
 _MOST_READ = 60
-"""Chains that are read one by one: a call takes 4 ms, all of 10,000 Services take a second."""
+"""Limit for the chains read one by one: a call takes 4 ms, all chains of 10,000 Services take a second."""
 
 
 def explain(questions: Sequence[Question], tables: Tables | None) -> list[KernelSide]:
-    """Return the way of each packet in *tables*; None: as a sync would write them. Raises HostError."""
+    """Return the path of each packet in *tables*; None: as a sync would write them. Raises HostError."""
     if tables is None:
         return [_side(question, _Rules(_written(question))) for question in questions]
     if len(questions) <= _FEW and _has_many_chains(tables):
@@ -36,7 +36,7 @@ def explain(questions: Sequence[Question], tables: Tables | None) -> list[Kernel
 
 
 def _has_many_chains(tables: Tables) -> bool:
-    """Return whether single chains are read in less time than all. A legacy program reads a whole table."""
+    """Return whether reading single chains is faster. A legacy program always reads a whole table."""
     return tables.variant.nft and over_netlink.count_chains(tables.family, NAT) > _MOST_READ
 
 
@@ -67,7 +67,7 @@ class _Rules(Ruleset):
 
 
 class _OnDemand(_Rules):
-    """Chains that are read when a packet meets them; after many, all are read at once."""
+    """Chains that are read when a packet meets them. Beyond a limit, all are read at once."""
 
     def __init__(self, tables: Tables, ahead: Iterable[ChainKey] = ()) -> None:
         """Read the chains *ahead*, and at the same time the longest one, which takes as long as 30 others."""

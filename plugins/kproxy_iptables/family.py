@@ -19,7 +19,7 @@ from kproxy_xtables.tables import Busy, RestoreFailed, Tables
 log = logging.getLogger("kproxy.iptables")
 
 _MOST_REFUSED = 20
-"""Service ports that one resync leaves out before it fails as a whole."""
+"""Limit for the service ports that one resync may omit before it fails as a whole."""
 
 
 class FamilyState:
@@ -28,9 +28,9 @@ class FamilyState:
     def __init__(self, tables: Tables, *, localhost_node_ports: bool) -> None:
         self.tables = tables
         self.rules: Mapping[str, int] = {}
-        """Rules in the kernel by table. Other threads read this and the next four."""
+        """Number of rules in the kernel by table. Other threads read this and the next four."""
         self.last_rules: Mapping[str, int] = {}
-        """Rules that kube-proxy would have written in the last sync, by table."""
+        """Number of rules that kube-proxy would have written in the last sync, by table."""
         self.failures = 0
         """Failed calls of iptables-restore."""
         self.partial_failures = 0
@@ -41,7 +41,7 @@ class FamilyState:
         self._applied = Applied()
         self._facts = Facts()
         self._node: NodeView | None = None
-        """Node of the last acknowledged sync; None: only a resync helps."""
+        """Node of the last acknowledged sync; None: the next sync must be a resync."""
 
     def must_resync(self, node: NodeView) -> bool:
         """Return whether more than the rules of changed service ports may have to be written."""
@@ -50,7 +50,7 @@ class FamilyState:
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
         """Write the difference to the *changed* plans. O(changed).
 
-        Raises Busy, or TrustLost if the kernel does not hold what it acknowledged.
+        Raises Busy, or TrustLost if the kernel lacks what it acknowledged.
         """
         difference = self._applied.difference(changed, node, self._facts)
         references, late = difference.references, list[str]()
@@ -73,7 +73,7 @@ class FamilyState:
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Write the difference between the *plans* and a fresh read of the kernel.
 
-        A service port with a rule that the kernel refuses is left out until the next resync.
+        A service port with a rule that the kernel refuses is omitted until the next resync.
 
         Raises HostError, SyncFailed.
         """
@@ -98,16 +98,16 @@ class FamilyState:
 
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         woken = self.tables.wake()
-        comparison = FullDifference(kernel.read(self.tables), plans, node, self._facts)
+        difference = FullDifference(kernel.read(self.tables), plans, node, self._facts)
         per_call = self.tables.chains_per_call
-        self._send(batch.inputs(comparison.chains(), comparison.references, chains_per_call=per_call))
+        self._send(batch.inputs(difference.chains(), difference.references, chains_per_call=per_call))
         try:
-            self._send(batch.deletions(comparison.stale, per_call))
+            self._send(batch.deletions(difference.stale, per_call))
         except HostError as error:  # A foreign rule may jump to one of them.
             log.warning("stale chains not deleted", extra={"fields": {"error": str(error)}})
-        self._applied = comparison.acknowledged()
+        self._applied = difference.acknowledged()
         self._acknowledged(node, self._applied.last_rules())
-        return SyncReport(comparison.operations + len(woken))
+        return SyncReport(difference.operations + len(woken))
 
     def _send(self, inputs: Iterable[str]) -> None:
         """Give *inputs* to iptables-restore.

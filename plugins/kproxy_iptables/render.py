@@ -20,9 +20,9 @@ def render_text(update: Update, settings: Settings) -> str:
     return difference_text(FullDifference(Observed(), update.plans, update.node, facts))
 
 
-def difference_text(comparison: FullDifference) -> str:
-    """Return the input for iptables-restore that removes the differences, without stale chains."""
-    return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
+def difference_text(difference: FullDifference) -> str:
+    """Return the input for iptables-restore that removes the differences, except stale chains."""
+    return "".join(batch.inputs(difference.chains(), difference.references, chains_per_call=sys.maxsize))
 
 
 def preview(update: Update, settings: Settings) -> Preview:
@@ -34,6 +34,6 @@ def preview(update: Update, settings: Settings) -> Preview:
     counters = frozenset(name for name in COUNTERS if read_packets(name) is not None)
     facts = read_facts(counters, localhost_node_ports=localhost)
     observed = kernel.read(Tables(update.family, find_variant()))
-    comparison = FullDifference(observed, update.plans, update.node, facts)
-    text = difference_text(comparison) + "".join(batch.deletions(comparison.stale, sys.maxsize))
-    return Preview(comparison.operations, text)
+    difference = FullDifference(observed, update.plans, update.node, facts)
+    text = difference_text(difference) + "".join(batch.deletions(difference.stale, sys.maxsize))
+    return Preview(difference.operations, text)

@@ -10,7 +10,7 @@ class Settings(NamedTuple):
     localhost_node_ports: bool
     """Serve node ports on 127.0.0.0/8 too."""
     canary_period: float
-    """Seconds between two checks of the canaries."""
+    """Interval in seconds between checks of the canaries."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:

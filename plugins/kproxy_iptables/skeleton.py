@@ -47,7 +47,7 @@ ALL_JUMPS = (
     Jump(FILTER, "INPUT", names.KUBELET_FIREWALL),
     Jump(FILTER, "OUTPUT", names.KUBELET_FIREWALL),
 )
-"""The last two are never deleted, because kubelet needs them as well."""
+"""The last two are never deleted, because kubelet needs them too."""
 
 BLOCK_LOCALNET = (
     '! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment "block incoming localnet connections"'
@@ -61,7 +61,7 @@ _DISPATCH = (
 
 
 def skeleton(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
-    """Return the rules of each fixed chain. Rules of service ports stand before them."""
+    """Return the constant rules of each fixed chain. Rules of service ports precede them."""
     mark, accept, masquerade = mark_rules(node)
     invalid: list[str] = []
     if not facts.liberal:

@@ -1,7 +1,7 @@
-"""The chains and rules that a service plan wants in the kernel. Pure.
+"""The chains and rules for a service plan (kube-proxy 1.36, pkg/proxy/iptables/proxier.go). Pure.
 
 Rules are spelled as iptables-save prints them, so that wanted rules and those in the kernel can be compared
-as text (kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
+as text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from kproxy_iptables.skeleton import Facts
 from kproxy_xtables.rules import REJECT, append_commands, from_pods
 
 LARGE_CLUSTER = 1000
-"""With more endpoints than this, rules of single endpoints have no comments."""
+"""Number of endpoints above which rules of single endpoints have no comments."""
 
 
 class DispatchRule(NamedTuple):
-    """One rule in one of the fixed chains."""
+    """A rule in a fixed chain that sends a frontend to a chain of its service port, or refuses it."""
 
     table: str
     chain: str
@@ -34,8 +34,8 @@ class Wanted(NamedTuple):
     """The chains and rules of one service port."""
 
     chains: dict[str, str]
-    """Chains of its own in nat: name -> rules, as complete ``-A`` lines. Each chain stands before those that
-    jump to it."""
+    """Its own chains in nat: name -> rules, as complete ``-A`` lines. Each chain precedes those that jump to
+    it."""
     rules: list[DispatchRule]
 
 
@@ -146,7 +146,7 @@ def _balance(
 
 @cache
 def _chance(among: int) -> str:
-    """Return the match that is true once in *among* times.
+    """Return the match for one in *among* packets.
 
     kube-proxy writes ten decimals, the kernel keeps 31 bits, iptables-save prints eleven decimals.
     """

@@ -1,8 +1,8 @@
 """Detection of foreign changes to our chains.
 
 nf_tables announces every commit, so that a flush is noticed at once. The legacy interface announces nothing:
-there the canaries, chains without a purpose, show by their absence that everything was flushed (kube-proxy
-1.36, pkg/util/iptables/monitor.go). A flush of rules only leaves the canaries, but deletes our jumps.
+there the absence of the canaries, chains without a purpose, shows that everything was flushed (kube-proxy
+1.36, pkg/util/iptables/monitor.go). A flush of rules keeps the canaries, but deletes our jumps.
 """
 
 import logging
@@ -26,7 +26,7 @@ from kproxy_xtables.tables import Tables
 log = logging.getLogger("kproxy.iptables")
 
 _FLUSH_TIMEOUT = 5.0
-"""Seconds to wait for the rest of a flush, which would delete what is written during it."""
+"""Timeout in seconds for the end of a flush, which would delete rules written during it."""
 _FLUSH_POLL = 0.1
 
 _OUR_KINDS = frozenset({
@@ -107,7 +107,7 @@ class Watcher:
         lost = _lost_canaries(tables)
         jumps: list[str] = []
         if not lost and self._watch is None and (jumps := _lost_jumps(tables)):
-            lost = _lost_canaries(tables)  # A complete flush may just have begun.
+            lost = _lost_canaries(tables)  # A complete flush may have just begun.
         until = time.monotonic() + _FLUSH_TIMEOUT
         while 0 < len(lost) < len(names.TABLES) and time.monotonic() < until:
             if self._stopped.wait(_FLUSH_POLL):
@@ -135,7 +135,7 @@ def _concerns_ours(change: Change) -> bool:
     if change.table not in names.TABLES or change.kind not in _OUR_KINDS:
         return False
     if (change.table, change.name) == (names.FILTER, names.KUBELET_FIREWALL):
-        # Kubelet adds rules of its own, but nobody may delete those that guard services on loopback.
+        # Kubelet adds rules of its own, but no program may delete those that guard services on loopback.
         return change.kind in (ChangeKind.RULE_DELETED, ChangeKind.CHAIN_DELETED)
     return change.kind in _TABLE_KINDS or names.is_ours(change.table, change.name)
 

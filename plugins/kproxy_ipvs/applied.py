@@ -1,4 +1,4 @@
-"""The state that the kernel has acknowledged for one family, and the difference to the wanted state."""
+"""The state that the kernel has acknowledged for one family, and the difference to the wanted state. Pure."""
 
 from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,13 +27,13 @@ from kproxy_ipvs.wanted import (
 
 _T = TypeVar("_T")
 _Claims = dict[ServicePortKey, VirtualServer]
-"""The service ports that want one virtual server, and the server that each of them wants."""
+"""The virtual server that each service port wants under one key."""
 
 _NOTHING = Wanted()
 
 
 class HeldServer(NamedTuple):
-    """A virtual server as the kernel holds it."""
+    """A virtual server in the kernel."""
 
     scheduling: Scheduling
     weights: Mapping[Destination, int]
@@ -50,7 +50,7 @@ class Difference(Struct):
     """Virtual servers to create or change, and their real servers."""
     deleted: list[DeleteServer] = field(default_factory=list)
     draining: list[tuple[ServerKey, Destination]] = field(default_factory=list)
-    """Real servers that get no new connections and are deleted once they have none."""
+    """Real servers without new connections, to be deleted when the last one ends."""
     adds: list[SetEntry] = field(default_factory=list)
     deletes: list[SetEntry] = field(default_factory=list)
     bind: set[Address] = field(default_factory=set)
@@ -75,8 +75,8 @@ class Difference(Struct):
 class Applied(Struct):
     """The acknowledged state of one family.
 
-    Service ports can share virtual servers, entries and addresses, so owners are counted: a change costs
-    what it touches.
+    Service ports can share virtual servers, entries and addresses, so owners are counted: the cost is that of
+    the change.
     """
 
     _wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Applied(Struct):
             held = _held(self._claims.get(server))
             compare_server(server, held, _owner(claims) if claims else None, difference)
         difference.adds, deletes = _appeared(self._elements, elements)
-        # An entry that gets another mark is overwritten. To delete it afterwards would delete both.
+        # An entry that gets another mark is overwritten. Deleting it afterwards would delete both.
         rewritten = {(element.set, element.entry) for element in difference.adds if element.mark}
         difference.deletes = [each for each in deletes if (each.set, each.entry) not in rewritten]
         difference.bind, difference.unbind = map(set, _appeared(self._addresses, addresses))
@@ -165,7 +165,7 @@ class Applied(Struct):
     ) -> int:
         """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
 
-        The mark that *key* has already is kept.
+        Keeps the mark of *key*.
         """
         if not has_short_circuit(plan):
             return 0
@@ -266,7 +266,7 @@ def compare_server(
 
 
 def _owner(claims: Mapping[ServicePortKey, VirtualServer]) -> VirtualServer:
-    """Return the server to serve: of several service ports, one that does not mean a node port."""
+    """Return the server to create among those of several service ports: one that is not for a node port."""
     return min(claims.values(), key=lambda server: server.of_node_port)
 
 

@@ -1,6 +1,4 @@
-"""Operations encoded: rules for iptables-restore, virtual servers (linux/ip_vs.h) and ipsets (ip_set.h,
-protocol 6).
-"""
+"""Encoding of rules (iptables-restore), virtual servers (ip_vs.h) and ipsets (ip_set.h, protocol 6). Pure."""
 
 import struct
 import sys
@@ -29,10 +27,10 @@ from kproxy_ipvs.skeleton import JUMPS
 from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry
 from kproxy_xtables.rules import Jump, RulesByChain, append_commands, missing_jumps
 
-# The iptables rules as input of iptables-restore.
+# Rules.
 
 TABLES = (MANGLE, FILTER, NAT)
-"""In writing order: mangle and filter must admit packets before nat leads them to IPVS."""
+"""In writing order: mangle and filter must admit packets before nat sends them to IPVS."""
 
 
 def difference(held: RulesByChain, want: RulesByChain, jumps: Iterable[Jump] = JUMPS) -> str:
@@ -51,7 +49,7 @@ def difference(held: RulesByChain, want: RulesByChain, jumps: Iterable[Jump] = J
     return "".join(parts)
 
 
-# Operations on virtual servers as generic netlink messages of the family IPVS (linux/ip_vs.h).
+# Virtual servers, as generic netlink messages of the family IPVS.
 
 GENERIC = struct.Struct("=BBH")
 """genlmsghdr: command, version, reserved. Begins the payload of generic netlink messages."""
@@ -63,6 +61,10 @@ _VERSION = 1
 
 _FLAGS = 0x1 | 0x4 | 0x8 | 0x10 | 0x20
 """All flags that can be set: persistence, one packet scheduling and the scheduler's own."""
+
+_DESTINATION = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
+"""A real server, packed at once because they are the most numerous: attributes with address, port, forwarding
+method (0: NAT), weight, two thresholds (none) and address family."""
 
 _NETMASK = {Family.IPV4: b"\xff\xff\xff\xff", Family.IPV6: struct.pack("=I", 128)}
 
@@ -102,9 +104,9 @@ class RealServer(NamedTuple):
     where: Destination
     weight: int
     active: int
-    """Connections that are being opened or are open."""
+    """Connections in handshake or open."""
     inactive: int
-    """Connections that are being closed or were closed recently; with UDP, all connections."""
+    """Connections closing or recently closed; for UDP, all connections."""
 
     @property
     def connections(self) -> int:
@@ -183,11 +185,6 @@ def _named(key: ServerKey) -> bytes:
     return _service(key)
 
 
-# Real servers are the most numerous, so each is packed at once: attributes with address, port, forwarding
-# method (0: NAT), weight, two thresholds (none) and address family.
-_DESTINATION = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
-
-
 def _destination(key: ServerKey, where: Destination, weight: int = 0) -> bytes:
     """Encode a real server. To delete one, the kernel uses its address, port and address family only."""
     return _DESTINATION.pack(
@@ -212,7 +209,7 @@ def _number(value: bytes) -> int:
     return int.from_bytes(value, sys.byteorder)
 
 
-# Entries of ipsets as netlink messages (linux/netfilter/ipset/ip_set.h, protocol 6), and as text.
+# Ipsets.
 
 _SUBSYSTEM = 6 << 8
 LIST_SET = _SUBSYSTEM | 7
@@ -227,7 +224,7 @@ _NUMBERS = {protocol.name.lower(): bytes([protocol]) for protocol in Protocol}
 _PROTOCOLS = {number: name for name, number in _NUMBERS.items()}
 
 _PER_MESSAGE = 300
-"""Entries per message. All of them are one attribute, whose length is limited to 64 KiB."""
+"""Limit for the entries of one message: all of them are one attribute of at most 64 KiB."""
 
 
 def batches(

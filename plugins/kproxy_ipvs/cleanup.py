@@ -31,7 +31,7 @@ from kproxy_xtables.rules import (
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
 
-# Decisions about which chains and virtual servers in a kernel belong to the mode. Pure.
+# Decisions about ownership. Pure.
 
 _OF_BOTH = frozenset({
     (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
@@ -97,7 +97,7 @@ def _is_of_iptables(key: ChainKey) -> bool:
     return key[0] == NAT and _CHAIN_OF_IPTABLES.fullmatch(key[1]) is not None
 
 
-# Removal of every trace of the mode, of this program and of kube-proxy.
+# Removal.
 
 _MODE = "ipvs"
 _SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)
@@ -120,8 +120,8 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
                 return Leftovers((), (str(error),))
     servers = _attempt(lambda: _servers(excluded, entries, dry_run, own_only))
     found = [servers, _attempt(lambda: _rules(entries, dry_run, own_only))]
-    # The device's addresses and the sets' marks tell which virtual servers are this mode's: the next clean-up
-    # needs them while any are left.
+    # The device's addresses and the sets' marks identify this mode's virtual servers: the next clean-up needs
+    # them while any of those exist.
     if not servers.errors:
         kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
         found += () if own_only else [_attempt(lambda: _device(dry_run))]
@@ -171,7 +171,7 @@ def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers
     marker = (MANGLE, names.IPVS_ACCESS) if own_only else (NAT, names.NODE_PORT)
 
     def is_affected(tables: Tables) -> bool:
-        """Look for one chain if no other object exists: to list the iptables mode's rules may take long."""
+        """Look for one chain if no other object exists: listing the iptables mode's rules may take long."""
         return not (no_other_objects and tables.variant.nft) or tables.has_chain(*marker)
 
     decide = plan_own_cleanup if own_only else plan_cleanup

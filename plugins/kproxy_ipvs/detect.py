@@ -1,4 +1,4 @@
-"""Requirements of the mode, tried with its programs and messages; and the mode's deviations."""
+"""Requirements of the mode, tried with its programs and messages, and its deviations."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,6 @@ from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
-# The requirements of the mode, tried with the programs and messages that the mode uses.
-
 _OLDEST_IPSET = (6, 0)
 _VERSION = re.compile(r"v(\d+)\.(\d+)")
 _CONNTRACK_IN_ONE = (4, 19)
@@ -39,7 +37,7 @@ _SET_MODULES = {
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Check privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
 
-    Without a *trial* namespace, most findings are concluded from kernel modules. Raises InvalidOption.
+    Without a *trial* namespace, most findings are inferred from kernel modules. Raises InvalidOption.
     """
     scheduler = read_settings(settings).scheduler
     modules = Modules(requirements.KERNEL_OPTIONS)
@@ -104,10 +102,10 @@ def _ipset(modules: Modules, *, load_modules: bool) -> Requirement:
     return Requirement(what, True, f"ipset {found[1]}.{found[2]}")
 
 
-# Deviations of this mode from the Service API and from other modes. Pure.
+# Deviations. Pure.
 
 TIME_WAIT = 120
-"""Seconds that IPVS keeps a TCP connection in this state, net/netfilter/ipvs/ip_vs_proto_tcp.c."""
+"""IPVS's timeout in seconds for this state of a TCP connection (net/netfilter/ipvs/ip_vs_proto_tcp.c)."""
 
 
 def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:

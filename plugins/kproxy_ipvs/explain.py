@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 def explain(questions: Sequence[Question], settings: Settings, *, live: bool) -> list[KernelSide]:
-    """Return the way of each packet. Raises HostError."""
+    """Return the path of each packet. Raises HostError."""
     if not live:
         return [side_of(question, _written(question, settings)) for question in questions]
     family = questions[0].node.family

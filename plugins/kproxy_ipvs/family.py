@@ -1,4 +1,4 @@
-"""One IP family: the kernel's state as known, and the steps that bring it to the plans."""
+"""Kernel state of one IP family, and the steps that bring it to the plans."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -35,12 +35,12 @@ class FamilyState:
         self._draining = Draining(servers.delete_drained)
         self._applied = Applied()
         self._node: NodeView | None = None
-        """The node as last programmed; None if the kernel's state is unknown, so that it must be read."""
+        """Node of the last acknowledged sync; None: the next sync must be a resync."""
         self._style: Style | None = None
         self._pending: Difference | None = None
-        """The difference that is being written, or that could not be written."""
+        """The difference that is being written, or whose write failed."""
         self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
-        """Real servers that the kernel has refused and that are logged."""
+        """Real servers that the kernel refused, as logged."""
         self.restore_failures = 0
 
     def expects(self, address: Address) -> bool:
@@ -109,7 +109,7 @@ class FamilyState:
         """Write *difference*: objects before what refers to them, deletions in the reverse order.
 
         The rules decide about masquerading, so they precede new virtual servers. In a *takeover* the rules
-        end the other mode, so they are written after all additions, and only if those succeeded.
+        end the other mode, so they follow all additions, and are written only if those succeeded.
 
         Returns the real servers that the kernel refused. Raises the first HostError, after trying the other
         steps.
@@ -136,7 +136,7 @@ class FamilyState:
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))
             self._draining.forget_all_of({operation.key for operation in difference.deleted})
-            # Addresses and entries show that a virtual server is ours, so they must outlive it.
+            # Addresses and entries identify a virtual server as ours, so they must outlive it.
             if attempt(lambda: self._servers.write(difference.deleted)):
                 attempt(lambda: device.unbind(difference.unbind, self.family))
                 attempt(lambda: sets.write(self.family, (), difference.deletes))

@@ -15,8 +15,6 @@ from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling,
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import PROGRAM, find_variant
 
-# All kernel objects of one family as text: input for ipvsadm, ipset, ip and iptables-restore.
-
 _CREATE_DEVICE = f"link add {names.DEVICE} type dummy\n"
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
 

@@ -4,9 +4,9 @@ The other mode's rules translate new connections before IPVS sees them. Connecti
 their virtual server, their real server, and the VIP on the device. Everything else is deleted at once.
 
 UDP flows that conntrack knows bypass the nat rules and remain with IPVS until conntrack forgets them; the
-next datagram then meets the other mode. An IPVS connection that ends deletes the conntrack entry with its
+other mode forwards the next datagram. An IPVS connection that ends deletes the conntrack entry with its
 addresses and ports (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and since Linux 5.9 all connections of a real
-server end soon after it is deleted. Therefore nothing in use may be deleted.
+server end soon after its deletion. Therefore nothing in use may be deleted.
 """
 
 from collections import Counter
@@ -38,12 +38,12 @@ from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variants
 
 _KEPT_CHAINS = frozenset({(FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER)})
-"""Chains that admit answers, and that protect programs on the node while the device has VIPs."""
+"""Chains that admit replies, and that protect programs on the node while the device has VIPs."""
 
 _KEPT_SETS = frozenset({
     names.IPVS_IPS, names.SHORT_CIRCUIT, *chain(*names.NODE_PORT_SETS.values())
 })  # fmt: skip
-"""Sets that tell our virtual servers from those of other tools."""
+"""Sets that identify our virtual servers."""
 
 Frontends = Mapping[int, Collection[Frontend]]
 """The frontends of each mark."""
@@ -94,7 +94,7 @@ class _Retirement:
     def remove_unneeded(self, removed: list[str]) -> int:
         """Delete unneeded virtual servers and addresses. Return how many connections need the others.
 
-        Adds a line for each object to *removed*. Raises HostError.
+        Append a line for each object to *removed*. Raises HostError.
         """
         counted = self._servers.count(self._family)
         ours = {
@@ -129,8 +129,8 @@ class _Retirement:
     def _remove_addresses(self, addresses: AbstractSet[Address], removed: list[str]) -> int:
         """Delete *addresses* from the device, except the sources of the node's own connections.
 
-        The node opened those under the other mode's rules while the address was still local. Returns how many
-        there are; adds a line for each deleted address to *removed*.
+        The node opened those under the other mode's rules while the address was still local. Return their
+        number, and append a line for each deleted address to *removed*.
         """
         connected = connections.count_connected_from(addresses, self._family)
         if rest := addresses - connected.keys():  # Unconnected sockets may wait for answers as well.

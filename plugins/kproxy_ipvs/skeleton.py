@@ -1,4 +1,4 @@
-"""The constant iptables rules, as iptables-save prints them. They do not depend on Services."""
+"""The constant iptables rules, as iptables-save prints them. They do not depend on Services. Pure."""
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
@@ -82,7 +82,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
 
 
 def no_frontend(family: Family) -> str:
-    """Return the rule that keeps packets to VIPs, which are local addresses, from programs on the node."""
+    """Return the rule that protects programs on the node from packets to VIPs, which are local addresses."""
     return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {REJECT[family]}"
 
 

@@ -60,10 +60,10 @@ class VirtualServer(NamedTuple):
 
     scheduling: Scheduling
     graceful: bool
-    """Removed real servers drain: they get no new connections and are deleted once they have none."""
+    """Removed real servers drain: they get no new connections and are deleted when the last one ends."""
     destinations: tuple[Destination, ...]
     of_node_port: bool = False
-    """A VIP that is also an address of the node takes precedence."""
+    """It yields to a VIP that is also an address of the node."""
 
 
 class SetEntry(NamedTuple):
@@ -86,7 +86,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Style(Struct, frozen=True, kw_only=True):
-    """The properties of node and configuration that all service ports of one family depend on."""
+    """Parameters that all service ports of one family share."""
 
     family: Family
     scheduler: str
@@ -94,7 +94,7 @@ class Style(Struct, frozen=True, kw_only=True):
     node_port_addresses: tuple[Address, ...]
     masquerade_bit: int
     elsewhere: frozenset[Address] = frozenset()
-    """Addresses of other interfaces, which the device must not hold as well."""
+    """Addresses of other interfaces, which the device must not hold."""
 
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
@@ -128,8 +128,8 @@ def has_short_circuit(plan: ServicePlan) -> bool:
 
 def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, VirtualServer]]:
     scheduling = _scheduling(plan, style)
-    # Others are deleted at once, as by kube-proxy: UDP has no end to wait for. The scheduler dh may hash all
-    # connections to a VIP to the draining real server, and has no fallback.
+    # Others are deleted at once, as by kube-proxy: UDP has no end of a connection. The scheduler dh may hash
+    # all connections to a VIP to the draining real server, and has no fallback.
     graceful = plan.key.protocol is Protocol.TCP and style.scheduler != "dh"
 
     def server(
@@ -139,7 +139,7 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
         return key, VirtualServer(scheduling, graceful, endpoints, of_node_port)
 
     external = plan.local if plan.external_policy_local else plan.cluster
-    # Such a server gives way to a VIP that is an address of the node and has the same port number.
+    # Such a server yields to a VIP that is an address of the node and has the same port number.
     for address in style.node_port_addresses if plan.node_port else ():
         yield server(address, plan.node_port, external, of_node_port=True)
     for address in plan.external_addresses:

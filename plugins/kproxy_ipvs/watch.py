@@ -1,4 +1,4 @@
-"""Notices foreign changes of the device. The kernel announces no changes of IPVS and ipsets."""
+"""Detection of foreign changes to the device. The kernel announces no changes of IPVS and ipsets."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_IFNAME = 3
 
 _RECEIVE_SPACE = 4 << 20
-"""Bytes for pending notifications, which include those of our own changes."""
+"""Size in bytes of the buffer for notifications, which include those of our own changes."""
 
 
 class Watcher(NotificationThread):

@@ -1,8 +1,8 @@
 """Rules that count new connections in a set, by the dialled address and by the endpoint. Pure.
 
-The first packet of a connection alone traverses nat chains, so each connection is counted once. The rules
-stand after DNAT, where both addresses are known. No rule and no element belongs to one Service, and counts
-outlive rules and processes.
+Only the first packet of a connection traverses nat chains, so each connection is counted once. The rules
+follow DNAT, where both addresses are known. No rule and no element belongs to one Service, and counts outlive
+rules and processes.
 """
 
 import struct
@@ -34,12 +34,12 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 
 CONNECTIONS = "connections"
-"""The set of pairs of frontend and endpoint."""
+"""Set of pairs of frontend and endpoint."""
 REJECTED = "rejected"
-"""The set of frontends that were dialled without an endpoint."""
+"""Set of frontends dialled without an endpoint."""
 
 UNSERVED_SETS = _UNSERVED, _UNSERVED_NODE_PORTS = "unserved", "unserved-node-ports"
-"""The sets of frontends without endpoints."""
+"""Sets of frontends without endpoints."""
 
 _TABLES = {False: "kproxy-counts", True: "kproxy-ipvs-counts"}
 
@@ -48,12 +48,12 @@ Elements = Mapping[str, frozenset[Element]]
 
 _DIALLED = "dialled"
 _MOST = 1 << 18
-"""Most elements of a set; beyond it, further ones are not counted."""
+"""Limit for the elements of a set; further pairs are not counted."""
 _KEPT = 90 * 60
 """Seconds after its last connection for which a count is kept.
 
-Not an hour: the count of a client that connects hourly would end, and begin again at the number that was read
-last, which does not show the new connection.
+Not an hour: the count of a client that connects hourly would expire and restart at the number that was read
+last, which hides the new connection.
 """
 _FRONTEND = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
@@ -83,13 +83,13 @@ def counting_table(family: Family, *, ipvs: bool) -> Table:
 
 
 def counting_layout(family: Family, *, ipvs: bool) -> Layout:
-    """Return the objects of a table that counts whatever any rules of this machine translate.
+    """Return the objects of a table that counts the connections translated by any rules of this machine.
 
-    Its chains precede those that masquerade, which are the last that nat chains see of a connection. Those
-    that count rejections precede DNAT and IPVS, for `unserved_elements` says which frontends are rejected.
+    Its chains precede those that masquerade, after which nat chains do not see a connection again. The chains
+    that count rejections precede DNAT and IPVS, because `unserved_elements` tells the rejected frontends.
 
-    *ipvs*: count what IPVS translates, too. Its connections have no status of their own (ip_vs_nfct.c), but
-    are dialled at a local address, which chains before IPVS note in a set. Connections to the node itself are
+    *ipvs*: count connections through IPVS, too. They have no status of their own (ip_vs_nfct.c), but their
+    dialled address is local, and chains before IPVS record it in a set. Connections to the node itself are
     counted with them: their endpoint is the dialled socket.
     """
     daddr = destination_address(family)
@@ -125,7 +125,7 @@ def _unserved_sets(family: Family) -> tuple[Container, Container]:
 
 
 def unserved_elements(frontends: Iterable[Frontend]) -> dict[str, frozenset[Element]]:
-    """Return the elements that say which *frontends* have no endpoints, by set."""
+    """Return the elements for *frontends* without endpoints, by set."""
     elements: dict[str, list[Element]] = {name: [] for name in UNSERVED_SETS}
     for address, protocol, port in frontends:
         last = _FRONTEND.pack(protocol, port)

@@ -41,7 +41,7 @@ def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, i
     for kind, list_start, list_end in attribute_spans(data, start, end):
         if kind != _LIST_ELEMENTS or list_start == list_end:
             continue
-        # The kernel writes all elements of a set alike, and there may be 100,000.
+        # The kernel writes all elements of a set with the same layout, and there may be 100,000.
         if alike := _counted_alike(data, list_start, list_end):
             yield from alike
             continue
@@ -57,7 +57,7 @@ def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, i
 
 
 def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]:
-    """Return the keys and packets of a list of elements; none if these differ in more than values."""
+    """Return the keys and packets of a list of elements; empty if their layouts differ."""
     size = _ATTRIBUTE.unpack_from(data, start)[0]
     if size % 4 or (end - start) % size:
         return []
@@ -79,7 +79,7 @@ def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]
 
 
 def _packets_at(data: bytes, start: int, end: int) -> int:
-    """Return where the number of packets of a counter begins."""
+    """Return the offset of a counter's number of packets."""
     for wanted in (_EXPRESSION_DATA, _COUNTED_PACKETS):
         spans = {kind: (first, last) for kind, first, last in attribute_spans(data, start, end)}
         start, end = spans[wanted]

@@ -1,4 +1,4 @@
-"""A table of its own that counts connections, for modes whose rules cannot."""
+"""A separate table that counts connections, for modes whose rules cannot."""
 
 import errno
 import logging
@@ -27,7 +27,7 @@ _SET_NAME = 2
 class Counting:
     """Counts connections for one mode, in a table for each IP family.
 
-    In a kernel that refuses the table, which is logged once, none are counted.
+    If the kernel refuses the table, which is logged once, nothing is counted.
     """
 
     def __init__(self, *, ipvs: bool = False, own: programs.OwnProcesses | None = None) -> None:
@@ -42,8 +42,8 @@ class Counting:
     def during(self, update: Update) -> Iterator[None]:
         """Count while *update* is synced, and from then on.
 
-        Rejections of a frontend are counted if it has endpoints neither before nor after the sync: none is
-        counted as rejected and as forwarded.
+        Rejections of a frontend are counted if it has endpoints neither before nor after the sync, so that no
+        connection is counted as both rejected and forwarded.
         """
         family = update.family
         resync = update.scope is Scope.RESYNC

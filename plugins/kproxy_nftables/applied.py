@@ -1,4 +1,4 @@
-"""The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
+"""The elements that the kernel has acknowledged for one IP family, and the difference to the plans. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
@@ -33,11 +33,11 @@ Contents = dict[str, dict[bytes, Value]]
 
 _ABSENT = object()
 _BLOCK = 64
-"""Endpoints that are compared at once."""
+"""Number of endpoints compared at once."""
 
 
 class Held(NamedTuple):
-    """A service port as the kernel holds it."""
+    """A service port in the kernel."""
 
     plan: ServicePlan
     cluster: Slots
@@ -64,7 +64,7 @@ class Applied:
     def __init__(self) -> None:
         self.held: dict[ServicePortKey, Held] = {}
         self.shared: dict[Element, int] = {}
-        """The elements that several service ports may share, with the number of those that do."""
+        """Elements that several service ports may share, with the number of owners."""
 
     def put(self, key: ServicePortKey, held: Held) -> None:
         """Add a service port that is not held yet."""
@@ -75,8 +75,8 @@ class Applied:
     def fill(self, plans: Mapping[ServicePortKey, ServicePlan], size: int) -> Iterator[list[Element]]:
         """Put *plans*, each with its endpoints in their order. Yield all elements in lists of about *size*.
 
-        A list holds all elements of a service port. The elements of a large cluster take more memory than
-        its plans, and the kernel can take a list while the next one is made.
+        A service port is not split. The elements of a large cluster take more memory than its plans, and the
+        kernel can process a list while the next one is made.
         """
         part: list[Element] = []
         for key, plan in plans.items():
@@ -156,7 +156,7 @@ def hold(plan: ServicePlan, old: Held | None) -> Held:
 def _follow(old: Slots, before: Slots, after: Slots) -> Slots:
     """Return the endpoints *after* in the order that *old* has for the endpoints *before*.
 
-    Both are sorted, and equal blocks are skipped: of a Service's thousands of endpoints few change at a time.
+    Both are sorted. Skips equal blocks: few of a Service's thousands of endpoints change at a time.
     """
     gone: set[Destination] = set()
     new: list[Destination] = []
@@ -182,7 +182,7 @@ def _follow(old: Slots, before: Slots, after: Slots) -> Slots:
 
 
 def arrange(old: Slots, wanted: Slots) -> Slots:
-    """Return *wanted* in an order that keeps as many endpoints of *old* as possible at their index."""
+    """Return *wanted* in the order that keeps as many endpoints of *old* as possible at their index."""
     known, staying = set(old), set(wanted)
     if len(known) < len(old):  # Damage: an endpoint has two indices.
         return wanted
@@ -209,9 +209,9 @@ def _reorder(old: Slots, gone: Set[Destination], new: Sequence[Destination], wan
 
 
 def _differing(old: Held | None, new: Held | None) -> tuple[_Values, _Values]:
-    """Return the elements of both without those of equal slots, where the frontends are the same.
+    """Return the elements of both; if the frontends are the same, without those of equal slots.
 
-    What remains costs as much as what differs: a Service may have thousands of endpoints.
+    The cost is that of the differences: a Service may have thousands of endpoints.
     """
     if old is None or new is None or _frontend_fields(old.plan) != _frontend_fields(new.plan):
         return _values(old), _values(new)
@@ -286,7 +286,7 @@ def compare(
 
 
 def _take(wanted: Sequence[Element], actual: Contents) -> bool:
-    """Remove *wanted* from *actual* if all are there, each with its value."""
+    """Remove *wanted* from *actual* if all exist with their values."""
     for container, key, value in wanted:
         if actual[container].get(key, _ABSENT) != value:
             return False

@@ -39,10 +39,10 @@ _ATTRIBUTE = struct.Struct("=HH")
 _HEADERS = 20
 """Bytes of nlmsghdr and nfgenmsg, with which every message begins."""
 _MESSAGE_SPACE = 60_000
-"""Bytes of elements in one message; the length field of the list has 16 bits."""
+"""Limit in bytes for the elements of one message: the length field of the list has 16 bits."""
 MOST_ELEMENTS = 1 << 15
-"""Elements of one transaction. The kernel grows a hash table between transactions, so that in a large one
-each further element takes longer: 250,000 take 2.7 s at once and 0.6 s in such parts."""
+"""Limit for the elements of one transaction. The kernel grows a hash table between transactions, so in a
+large one each further element takes longer: 250,000 take 2.7 s at once and 0.6 s in such parts."""
 
 _RANKS = {CLUSTER_IPS: 2} | dict.fromkeys(VERDICT_MAPS, 1)
 """Containers whose elements must not exist before those of other containers do."""
@@ -63,10 +63,10 @@ def requests(
 ) -> Iterator[list[NetlinkRequest]]:
     """Yield the requests that delete and add elements, by transaction; at least one transaction.
 
-    This is one transaction, deletions first, unless it would exceed *limit* bytes or *most* elements.
-    Packets see a key that is deleted and added in one transaction replaced atomically. To keep this true
-    where it must be split, the deletion and the addition of a key are always part of the same transaction,
-    and a frontend is added after its endpoints and deleted before them.
+    One transaction, deletions first, unless it would exceed *limit* bytes or *most* elements. For packets, a
+    key that is deleted and added in one transaction is replaced atomically. Therefore a split keeps the
+    deletion and the addition of a key in the same transaction, and adds a frontend after its endpoints and
+    deletes it before them.
     """
     if len(deletes) + len(adds) <= most:
         pieces = [*_messages(_DELSETELEM, deletes), *_messages(_NEWSETELEM, adds)]

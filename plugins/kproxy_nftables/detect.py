@@ -1,5 +1,5 @@
-"""Requirements of the mode, each nf_tables feature tried with the smallest objects that need it; and the
-mode's deviations.
+"""Requirements and deviations of the mode. Each nf_tables feature is tried with the smallest objects that
+need it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,10 +52,10 @@ from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.settings import read_settings
 
-# The nf_tables features that the rules need, each with the smallest objects that require it.
+# Features of nf_tables.
 
 TABLE = "kproxy-check"
-"""Exists only within a check. No packet passes through it."""
+"""A table that exists only during a check. No packet passes through it."""
 
 PERMISSION = "run as root or with CAP_NET_ADMIN"
 
@@ -173,7 +173,7 @@ def is_permission(refused: SyncFailed) -> bool:
     return "Operation not permitted" in str(refused)
 
 
-# Requirements of the mode, tried in the kernel wherever that is harmless.
+# Requirements, tried in the kernel wherever that is harmless.
 
 _Run = Callable[[Sequence[Command]], None]
 
@@ -251,7 +251,7 @@ def _try(run: _Run, attempts: FeatureProbe, family: Family, feature: Feature) ->
 
 
 def _as_option(found: Requirement, consequence: str) -> Requirement:
-    """Return the finding about a feature that the mode can do without, with the *consequence*."""
+    """Return the finding about an optional feature, with the *consequence* of its absence."""
     if found.met:
         return found
     without = "; ".join(filter(None, (found.found, found.remedy, consequence)))
@@ -282,7 +282,7 @@ def _refusal(run: _Run, commands: Sequence[Command]) -> str:
     return ""
 
 
-# Deviations of this mode from the others.
+# Deviations.
 
 def caveats(update: Update) -> Sequence[Caveat]:
     """Return the node ports that this mode does not serve.

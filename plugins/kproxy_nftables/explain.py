@@ -20,7 +20,7 @@ from kproxy_nftables.skeleton import Extras, all_owned
 from kproxy_nftables.walk import TableView, walk
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
 
-# kube-proxy's table as nft prints it. Pure. Source: docs/design/behaviour/nftables.md.
+# kube-proxy's table as nft prints it; see docs/design/behaviour/nftables.md. Pure.
 
 KUBE_PROXY_TABLE = "kube-proxy"
 
@@ -68,11 +68,11 @@ def _key(parts: Sequence[str]) -> bytes:
 
 _UNREAD = "a rule that kproxy does not write"
 _FEW = 1000
-"""Questions for which single elements are read; 1,000 take as long as all elements of 10,000 Services."""
+"""Limit for reading single elements: 1,000 questions take as long as all elements of 10,000 Services."""
 
 
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
-    """Return the way of each packet. Raises BackendError or HostError."""
+    """Return the path of each packet. Raises BackendError or HostError."""
     if not live:
         return [walk(q.packet, q.node, _Written(q.node, q.plan), q.addresses) for q in questions]
     family = questions[0].node.family
@@ -97,7 +97,7 @@ def frontends(family: Family) -> list[Frontend]:
 
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
-    """Return kube-proxy's table if it alone exists. Raises BackendError or HostError."""
+    """Return kube-proxy's table if it exists and ours does not. Raises BackendError or HostError."""
     if kernel.has_table(family, TABLE) or not kernel.has_table(family, KUBE_PROXY_TABLE):
         return None
     text = list_table(family.ip, KUBE_PROXY_TABLE, ["handle_output"])
@@ -105,7 +105,7 @@ def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
 
 
 class _InKernel(TableView):
-    """The kernel's table. The rules are read once, elements when they are needed."""
+    """The kernel's table. Rules are read once, elements on demand."""
 
     def __init__(self, kernel: Kernel, questions: Sequence[Question]) -> None:
         """Raises BackendError."""

@@ -33,13 +33,13 @@ from kproxy_nftables.wanted import Element, node_elements
 log = logging.getLogger("kproxy.nftables")
 
 _ATTEMPTS = 3
-"""Writes tried before giving up because a pinned client expired between the read and the write."""
+"""Limit for writes that fail because a pinned client expired between the read and the write."""
 
 LONG_DUMP = 1 << 16
-"""Elements of a map from which on a dump takes longer than `Kernel.holds_only`."""
+"""Size of a map above which a dump takes longer than `Kernel.holds_only`."""
 
 Pinned = Mapping[str, frozenset[bytes]]
-"""Affinity map -> the endpoint addresses that its clients may be pinned to."""
+"""Affinity map -> endpoint addresses to which its clients may be pinned."""
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 
@@ -57,7 +57,7 @@ class FamilyState:
         """`_extras` without devices that did not exist at the last resync."""
         self._applied = Applied()
         self._node: NodeView | None = None
-        """The node for which the table was last written; None: the next sync must be a resync."""
+        """The node of the last write; None: the next sync must be a resync."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
         self._stale: dict[str, Object] = {}
@@ -114,16 +114,16 @@ class FamilyState:
             applied, operations = self._replace(node, plans, layout)
             held = None
         self._applied, self._templates, self._node, self._stale = applied, templates, node, {}
-        if held is not None:  # Our table belongs to us as a whole.
+        if held is not None:  # We own the table as a whole.
             self._clean_up(list(self._table.remove(unwanted(held, layout))))
         return SyncReport(operations)
 
     def _reconcile(
         self, node: NodeView, plans: Plans, layout: Layout, held: HeldTable | None
     ) -> tuple[Applied, int]:
-        """Bring the table from what it holds to *layout* and *plans*. Return the state, and the operations.
+        """Bring the *held* table to *layout* and *plans*. Return the state, and the number of operations.
 
-        Raises Replacement if that takes a new table.
+        Raises Replacement if a new table is needed.
         """
         commands = difference(self._table, layout, held)
         deletes: list[Element] = []
@@ -158,7 +158,7 @@ class FamilyState:
         return applied, count_changes(self._table, commands) + len(deletes) + len(adds)
 
     def _as_filled(self, node: NodeView, plans: Plans) -> Applied | None:
-        """Return the state if a long map and all others are as a first resync fills them; else None."""
+        """Return the state if all maps, one of which is long, are as a first resync fills them; else None."""
         counts = self._kernel.counts(self._family)
         counts = {name: counts[name] for name in names.ELEMENT_CONTAINERS if name in counts}
         if max(counts.values(), default=0) < LONG_DUMP:
@@ -179,7 +179,7 @@ class FamilyState:
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], changes: Difference
     ) -> list[Command]:
-        """Return the commands that must precede the elements; mostly none."""
+        """Return the commands that must precede the elements; usually none."""
         objects: list[Object] = []
         if skeleton.rules_differ(before, node):
             objects += skeleton.skeleton(node, self._in_effect)
@@ -251,7 +251,7 @@ class FamilyState:
                 self._stale = {}
 
     def _clean_up(self, commands: Sequence[Command]) -> bool:
-        """Run deletions that may be delayed without harm; return False if they fail."""
+        """Run deletions that may be delayed; return False if they fail."""
         try:
             self._kernel.run(commands)
         except SyncFailed:

@@ -1,4 +1,4 @@
-"""All input and output with nf_tables, over netlink. Errors of the kernel become typed errors here."""
+"""Input and output of the mode: nf_tables over netlink, with typed errors."""
 
 import errno
 import socket
@@ -28,7 +28,7 @@ from kproxy_nftables.wanted import Element, Value
 T = TypeVar("T")
 
 _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
-"""Errors which mean that the kernel's state is not the one we know."""
+"""Errors which mean that the kernel's state is not the acknowledged one."""
 
 
 class Kernel:
@@ -73,8 +73,8 @@ class Kernel:
     ) -> None:
         """Run *commands*, then delete and add elements, in one transaction.
 
-        It becomes several if the kernel's limits require it; with *whole* only if the socket's limit does.
-        Raises TrustLost if an element was not as expected, SyncFailed for other reasons.
+        Splits it if the kernel's limits require that; with *whole*, only if the socket's limit does. Raises
+        TrustLost if an element was not as expected, SyncFailed for other reasons.
         """
         connection = self._writing()
         most = len(deletes) + len(adds) if whole else batch.MOST_ELEMENTS
@@ -94,8 +94,8 @@ class Kernel:
     ) -> int:
         """Run *commands*, then add elements that the kernel does not hold, in transactions for each part.
 
-        The commands are run with the first part. Return the number of elements. A thread writes, so that the
-        kernel takes a transaction while the next one is encoded. Raises TrustLost, SyncFailed.
+        The first part includes the commands. Return the number of elements. A thread writes, so that the
+        kernel processes a transaction while the next one is encoded. Raises TrustLost, SyncFailed.
         """
         added = 0
         taken: Future[None] | None = None
@@ -117,18 +117,18 @@ class Kernel:
         return added
 
     def counts(self, family: Family) -> dict[str, int]:
-        """Return the number of elements of each of our sets and maps; none if the kernel does not tell it."""
+        """Return the number of elements of each of our sets and maps; {} if the kernel does not report it."""
         with self._failures_named():
             return self._connection().counts(family, TABLE)
 
     def holds_only(
         self, family: Family, parts: Iterable[Sequence[Element]], counts: Mapping[str, int]
     ) -> bool:
-        """Return whether the kernel holds the elements of all *parts*, and with these as many as *counts*.
+        """Return whether the kernel holds exactly the elements of all *parts*, by their *counts*.
 
-        The kernel checks whether it could delete them, so they exist, and add them again, so their values are
-        the same; nothing is done. The time for a dump grows with the square of a map's elements, because the
-        kernel starts again from the first one for each 32 KiB. Raises TrustLost, SyncFailed.
+        The kernel checks, without doing it, that it could delete them, so they exist, and add them again, so
+        their values are the same. The time for a dump is quadratic in a map's elements, because the kernel
+        starts from the first one for each 32 KiB. Raises TrustLost, SyncFailed.
         """
         generation, sock = self.generation(), self._connection().socket
         others = Counter(counts)
@@ -137,7 +137,7 @@ class Kernel:
         with self._failures_named(), ThreadPoolExecutor(max_workers=1) as checker:
             for part in chain(parts, [()]):
                 others.subtract(container for container, _, _ in part)
-                # Not both of one part: what is deleted would be missing when it is added.
+                # Not both of one part: the addition would not find the deleted elements.
                 most = len(before) + len(part)
                 for requests in batch.requests(family, before, part, sock.send_limit, most):
                     if not requests:
@@ -190,7 +190,7 @@ class Kernel:
             return self._connection().read(family, TABLE, constant)
 
     def check_owner(self, family: Family, held: HeldTable) -> None:
-        """Raise SyncFailed if our table belongs to another process, even if it is as it should be."""
+        """Raise SyncFailed if another process owns our table, even if its content is as wanted."""
         if held.owner and held.owner != self._writing().socket.port:
             raise SyncFailed(_owned(family, held.owner))
 
@@ -204,7 +204,7 @@ class Kernel:
             return nftables.generation(self._connection().socket)
 
     def _foreign_owner(self, refused: TransactionRefused) -> str:
-        """Return words about the foreign owner of our table that *refused* names; "" if it has none."""
+        """Describe the foreign owner of our table that *refused* names; "" if it has none."""
         for family in Family:
             for data, start, end in self._dump(GETTABLE, family, b"", list) or ():
                 found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)

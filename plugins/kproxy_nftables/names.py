@@ -15,7 +15,7 @@ from kproxy_core.model.service import ServicePortKey
 
 TABLE = "kproxy"
 
-# Verdict maps: frontend -> chain. README.md explains the elements of each.
+# Verdict maps: frontend -> chain. README.md describes the elements of each.
 VIPS = "vips"
 ADMITTED_VIPS = "admitted-vips"
 STICKY_VIPS = "sticky-vips"
@@ -34,7 +34,7 @@ NODE_PORT_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-local-endpoints" for
 
 
 class FrontendMaps(NamedTuple):
-    """The maps that one kind of frontend has besides those of its verdicts."""
+    """The maps of one kind of frontend, apart from its verdict maps."""
 
     endpoints: dict[Protocol, str]
     local_endpoints: dict[Protocol, str]
@@ -51,13 +51,11 @@ NODE_PORT_MAPS = FrontendMaps(
     STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,
 )  # fmt: skip
 
-# Sets.
+# Sets. Rules fill the last one while traffic is counted.
 CLUSTER_IPS = "cluster-ips"
 NODE_IPS = "node-ips"
 HAIRPINS = "hairpins"
 SERVICE_CIDRS = "service-cidrs"
-
-# A set that rules fill while traffic is counted.
 REFUSED = "refused"
 
 FLOWTABLE = "flows"
@@ -72,7 +70,7 @@ ELEMENT_CONTAINERS = (
     *NODE_PORT_ENDPOINTS.values(), *NODE_PORT_LOCAL_ENDPOINTS.values(),
     CLUSTER_IPS, NODE_IPS, HAIRPINS,
 )  # fmt: skip
-"""The containers whose elements are compared and written one by one."""
+"""Containers whose elements are compared and written one by one."""
 
 REJECT = "reject-traffic"
 ADMITTED = "admitted"

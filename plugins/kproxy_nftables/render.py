@@ -23,8 +23,6 @@ from kproxy_nftables.names import TABLE
 from kproxy_nftables.skeleton import NO_EXTRAS, Extras, all_owned
 from kproxy_nftables.wanted import Element, node_elements
 
-# The whole table of one IP family as nft text, for people and for `nft -f`.
-
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
 _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
 _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}

@@ -1,4 +1,4 @@
-"""Constant objects of the table: base chains, maps, template chains; and those of one service port. Pure."""
+"""Objects of the table: base chains, maps and template chains, and the objects of one service port. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Self
@@ -56,10 +56,8 @@ from kproxy_nftables import names
 from kproxy_nftables.names import ADMITTED, TABLE, Template
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain, verdicts
 
-# The constant objects of the table: base chains, maps, template chains. Pure.
-#
-# They may be written at any time over a table of the same layout: chains are flushed and refilled in one
-# transaction, and maps keep their elements.
+# Constant objects. They may be written at any time over a table of the same layout: chains are flushed and
+# refilled in one transaction, and maps keep their elements.
 
 _BASE_CHAINS = {
     "nat-prerouting": Hook("nat", "prerouting", -100),
@@ -72,25 +70,25 @@ _RECORDING_BASE_CHAINS = {
     "filter-input": Hook("filter", "input", 0),
     "filter-postrouting": Hook("filter", "postrouting", 0),
 }
-"""The first hooks after DNAT: input for connections to this node, else postrouting. They exist once there is
-a template with session affinity: each packet would pay for them, even without rules."""
+"""The first hooks after DNAT: input for connections to this node, else postrouting. They exist only with a
+template with session affinity: each packet would pay for them, even without rules."""
 _COUNTING_HOOK = Hook("nat", "input", 100)
 _FLOWTABLE_HOOK = Hook("filter", "forward", 300)
-"""After the filters of other tables: they see, and may drop, each packet that would add a flow."""
+"""After the filters of other tables, which see, and may drop, each packet that would add a flow."""
 
 _RECORD = "record"
 
 
 class Extras(NamedTuple):
-    """The rules that are written on request only."""
+    """Optional rules."""
 
     counted: bool = False
     """Count new connections."""
     flowtable: tuple[str, ...] = ()
-    """Devices between which established flows are forwarded without rules; none: no flowtable."""
+    """Devices between which established flows bypass the rules; empty: no flowtable."""
 
     def limited_to(self, present: Collection[str]) -> Self:
-        """Return the extras without devices that do not exist: the kernel refuses those."""
+        """Return the extras without devices that are not *present*: the kernel refuses those."""
         return self._replace(flowtable=tuple(device for device in self.flowtable if device in present))
 
 
@@ -98,7 +96,7 @@ NO_EXTRAS = Extras()
 
 
 def table(family: Family, *, owned: bool = False) -> nft_tables.Table:
-    """Return our table; if *owned*, one that no other process can change, and that outlives this one."""
+    """Return our table. If *owned*, no other process can change it, and it outlives this one."""
     flags = nft_tables.OWNER | nft_tables.PERSIST if owned else 0
     return nft_tables.Table(family, TABLE, "rules for kproxy", flags)
 
@@ -128,9 +126,9 @@ def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
 
 
 def templates(node: NodeView, wanted: Collection[Template]) -> list[Object]:
-    """Return the *wanted* template chains and those they lead to.
+    """Return the *wanted* template chains and those that they jump to.
 
-    Clients are recorded once there is a template with session affinity.
+    Clients are recorded if there is a template with session affinity.
     """
     chains: dict[str, Object] = {}
     for template in sorted(wanted):
@@ -149,7 +147,7 @@ def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
 
 
 def templates_behind(verdicts: Iterable[str]) -> set[Template]:
-    """Return the templates to which *verdicts* lead, at once or from one to the next."""
+    """Return the templates that are reachable from *verdicts*."""
     found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
@@ -306,13 +304,11 @@ def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> 
     return compare(INPUT_INTERFACE, source.interface or f"{source.interface_prefix}*")
 
 
-# The chains, maps and sets that belong to one service port, for session affinity and source ranges.
-#
-# They are written in the same transaction as the elements that refer to them, and deleted in another one
-# after those elements.
+# Objects of one service port, for session affinity and source ranges. They are written in the same
+# transaction as the elements that refer to them, and deleted in another one after those elements.
 
 AFFINITY_SIZE = 65536
-"""Clients recorded per affinity group; beyond it new clients are not pinned."""
+"""Limit for the clients recorded per affinity group; further clients are not pinned."""
 
 Owned = Mapping[str, Object]
 """Objects by name. Insertion order is creation order."""

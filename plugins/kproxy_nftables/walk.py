@@ -1,7 +1,6 @@
-"""The way of a packet through the rules, as nft prints them or as we write them. Pure.
+"""The path of a packet through the rules, as nft prints them or as we write them. Pure.
 
-Understands the statements of `skeleton` and `owned_chains`, and of kube-proxy's table. Any other rule makes
-the result uncertain.
+Knows the statements of `skeleton` and of kube-proxy's table. Any other rule makes the result uncertain.
 """
 
 import abc
@@ -56,7 +55,7 @@ class TableView(abc.ABC):
 def walk(
     packet: Packet, node: NodeView, table: TableView, addresses: frozenset[Address] = frozenset()
 ) -> KernelSide:
-    """Return the way of *packet*, the first of its connection. *addresses* are of the node's interfaces."""
+    """Return the path of *packet*, the first of its connection. *addresses*: of the node's interfaces."""
     return _Walk(packet, node, table, addresses).way()
 
 
@@ -124,7 +123,7 @@ class _Walk:
         return f"{last.where}: {last.text}" if last else ""
 
     def _ended(self, chains: Sequence[str]) -> Fate | None:
-        """Return the first fate that chains decide; None: no chain ends the packet's way."""
+        """Return the first fate that chains decide; None: no chain decides."""
         ends = map(self._chain, chains)
         return next((Fate(end, self._last()) for end in ends if isinstance(end, Outcome)), None)
 
@@ -242,14 +241,14 @@ class _Walk:
         return None
 
     def _pin_in_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        """Note the remembered endpoint, and continue as for a new client."""
+        """Record the remembered endpoint, and continue as for a new client."""
         if self._table.holds(found["set"], self._packet.source):
             self._met(shown)
             self._remembered = self._endpoint_of(found["chain"])
         return False
 
     def _pin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        """Note the remembered endpoint, and continue as for a new client."""
+        """Record the remembered endpoint, and continue as for a new client."""
         value = self._table.get(found["map"], self._packet.source)
         if not isinstance(value, bytes):
             return False
@@ -281,7 +280,7 @@ def _verdict(text: str) -> _Step:
 
 
 def _is_in(address: Address, found: "re.Match[str]") -> bool:
-    """Return whether *address* is in the networks that a rule names, or outside of them if it negates."""
+    """Return whether *address* matches the networks of a rule, which may negate them."""
     return any(address in _network(text) for text in found["nets"].strip("{} ").split(", ")) is not bool(
         found["no"])
 
@@ -330,7 +329,7 @@ _STATEMENTS = tuple((re.compile(pattern), handler) for pattern, handler in _HAND
 
 @lru_cache(maxsize=4096)
 def _statements(rule: str) -> Sequence[tuple[_Handler, "re.Match[str]"] | None]:
-    """Return the statements of a rule in order, up to one that is not understood: None."""
+    """Return the statements of a rule in order, up to an unknown one: None."""
     found: list[tuple[_Handler, re.Match[str]] | None] = []
     rest = _IGNORED.sub("", rule).strip()
     while rest:

@@ -1,7 +1,7 @@
-"""Service plans as elements of maps and sets in the kernel.
+"""The elements of maps and sets for a service plan. Pure.
 
-An element is ``(container, key, value)``. Key and data value are as the kernel holds them: each field padded
-to 4 bytes, addresses and ports big-endian, the index in host order. A verdict is text; a set's value is None.
+An element is ``(container, key, value)``. Key and data value have the kernel's format: each field padded to 4
+bytes, addresses and ports big-endian, the index in host order. A verdict is text; a set's value is None.
 """
 
 import struct
@@ -62,8 +62,8 @@ def shared_elements(plan: ServicePlan) -> list[Element]:
 def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[Element]:
     """Return the elements that belong to this service port alone.
 
-    *cluster* and *local* are the plan's endpoints with their indices: all, or those of interest. The data of
-    an endpoint is ``address . port``.
+    *cluster* and *local* are the plan's endpoints with their indices: all, or those to write. The data of an
+    endpoint is ``address . port``.
     """
     wanted: list[Element] = []
     protocol = plan.key.protocol
@@ -163,7 +163,7 @@ def internal_verdict(plan: ServicePlan) -> str:
 
 
 def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
-    """Return the verdict for traffic to the other frontends, after source ranges have admitted it.
+    """Return the verdict for traffic to the other frontends that source ranges have admitted.
 
     With external policy Local and no endpoint on this node, the template drops traffic from outside only:
     pods and the node itself take the short circuit.

@@ -19,12 +19,12 @@ class LocalPort(NamedTuple):
 
 class Relay(NamedTuple):
     number: int
-    """Its number in orders to workers."""
+    """The relay's number in orders to workers."""
     name: RelayName
     port: int
     wanted: Wanted
     service_port: int
-    """The number of its first relay, which stands for the service port in orders to workers."""
+    """The service port's number in orders to workers: that of its first relay."""
 
     @property
     def local_port(self) -> LocalPort:
@@ -32,7 +32,7 @@ class Relay(NamedTuple):
 
     @property
     def is_listening(self) -> bool:
-        """False without endpoints: the port is bound, and clients are refused."""
+        """Whether it has endpoints. Without, the port is bound, and clients are refused."""
         return bool(self.wanted.endpoints)
 
     def not_listening(self) -> Self:
@@ -54,8 +54,8 @@ class Applied:
         self.relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
         self.portals: dict[ServicePortKey, frozenset[Redirect]] = {}
         self.departing: dict[Relay, float] = {}
-        """Relays without portals, kept because clients may be on their way to them; and the times at which
-        their last portals were deleted, on the monotonic clock."""
+        """Relays without portals, kept because clients may be connecting to them, with the time at which
+        their last portals were deleted (monotonic seconds)."""
 
     def current_relays(self) -> list[Relay]:
         """Return all relays except departing ones. From any thread."""
@@ -108,13 +108,13 @@ class Applied:
                 self.relays.pop(relay.name.key, None)
 
     def acknowledge_departed(self, departed: Iterable[Relay]) -> None:
-        """Record that no client is on its way to these relays."""
+        """Record that no client is connecting to these relays."""
         for relay in departed:
             self.departing.pop(relay, None)
 
 
 class RelayedFlows(Struct, frozen=True):
-    """UDP flows of conntrack that are answered by relays of certain portals."""
+    """UDP flows of conntrack that the relays of certain portals answer."""
 
     ports: frozenset[int]
     """Destination ports of the clients."""

@@ -1,4 +1,4 @@
-"""Requirements of the mode, tried with the programs that it would use; and the mode's deviations."""
+"""Requirements of the mode, tried with the programs that it would use, and its deviations."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,8 +17,6 @@ from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
-# Requirements of the mode, tried with the programs that it would use.
-
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
 _FEATURES = (
     requirements.COMMENTS,
@@ -34,7 +32,7 @@ _NFT_MODULES = ("nf_tables", "nft_chain_nat", "nft_redir", "nft_fib", "nft_fib_i
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Try to redirect each family with iptables, or else over netlink. Without portals nothing is needed.
 
-    Without a *trial*, most findings are concluded from kernel modules. Raises InvalidOption.
+    Without a *trial*, most findings are inferred from kernel modules. Raises InvalidOption.
     """
     options = read_settings(settings)
     if options.listen is not None:
@@ -71,7 +69,7 @@ def _rootless(finding: Requirement) -> Requirement:
     return replace(finding, remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)
 
 
-# Deviations of this mode from the Service API and from other modes. Pure.
+# Deviations. Pure.
 
 def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     plans = sorted_plans(update)

@@ -20,9 +20,9 @@ from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 Relays = Mapping[LocalPort, Relay]
-"""The relays of this process by their ports of the node."""
+"""The relays of this process by local port."""
 Recall = Callable[[str], Mapping[int, Endpoint]]
-"""Returns the endpoints that affinity gives a client, by the number of the relay."""
+"""Returns the endpoints of a client's affinity, by the number of the relay."""
 
 _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
 
@@ -33,7 +33,7 @@ _NOT_RELAYED = "this mode leaves such packets to the node"
 def explain(
     questions: Sequence[Question], settings: Settings, relays: Relays, recall: Recall, *, live: bool
 ) -> list[KernelSide]:
-    """Return the way of each packet. *recall* asks the relays that run. Raises HostError.
+    """Return the path of each packet. *recall* asks the running relays. Raises HostError.
 
     Unless *live*, no sender is behind a bridge.
     """
@@ -98,7 +98,7 @@ def _as_written(
 
 
 def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> KernelSide:
-    """Return the answer for a packet that meets *objects*, then *relay*; *port* 0: not known."""
+    """Return the answer for a packet that meets *objects*, then *relay*; *port* 0: unknown."""
     if relay is None:
         fate = Fate(Outcome.UNTOUCHED, "no portal applies")
         return KernelSide(tuple(objects), fate, deviation=_NOT_RELAYED)
@@ -118,14 +118,14 @@ class _Portals:
     def __init__(self, family: Family) -> None:
         """Raises HostError."""
         self.bridged: frozenset[Address] = frozenset()
-        """Senders whose packets are on a bridge's port when they meet *rules*."""
+        """Senders whose packets meet the rules on a port of a bridge."""
         self.redirects: dict[Frontend, list[Redirect]] = {}
         self.rules, redirects = read_portals(family)
         for redirect in redirects:
             self.redirects.setdefault(redirect.portal.frontend, []).append(redirect)
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
-        """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
+        """Return the local port that the packet is redirected to, 0 for none, and the objects it meets."""
         packet = question.packet
         if self.rules:
             walk = Walk(Ruleset(self.rules), question.node, question.addresses, bridged=self.bridged)
@@ -144,7 +144,7 @@ class _Portals:
 
 
 def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:
-    """Return the rules that lead to *relays*, whose ports are not known."""
+    """Return the rules that redirect to *relays*, whose ports are unknown."""
     found = jumps_by_chain(JUMPS)
     for relay in relays:
         for portal in relay.portals:

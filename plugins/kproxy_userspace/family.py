@@ -25,7 +25,7 @@ from kproxy_userspace.worker.wire import Serve
 log = logging.getLogger("kproxy.userspace")
 
 GRACE_SECONDS = 5.0
-"""Time after the deletion of a portal in which conntrack may not know all clients that its rule matched."""
+"""Seconds after the deletion of a portal in which conntrack may lack clients that its rule matched."""
 
 _numbers = itertools.count(1)
 
@@ -46,24 +46,25 @@ class FamilyState:
         self.unserved: dict[ServicePortKey, str] = {}
         """Service ports that are not, or only partly, served, with the reason."""
         self._writing = threading.Lock()
-        """Guards the portals, in the kernel and in `_applied`, and the departing relays."""
+        """Guards the portals in the kernel and in `_applied`, and the departing relays."""
         self._withdrawn = False
         self._is_cleared = False
         self._takes_over = False
-        """UDP flows may lead to relays of an earlier process, whose ports are bound again."""
+        """UDP flows may go to relays of an earlier process, whose ports are bound again."""
         self._node: NodeView | None = None
-        """Node of the last acknowledged resync; None: there was none, or it failed."""
+        """Node of the last acknowledged resync; None: the next sync must be a resync."""
 
     def must_resync(self, node: NodeView) -> bool:
         """Return whether the node has changed: every portal may depend on its addresses."""
         return node != self._node
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
-        """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
+        """Bring all relays to *plans*, and reconcile the portals from a fresh read of the kernel."""
         deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None
         if not self._is_cleared:
-            # The portals of an earlier process would lead clients to whichever relay binds their port again.
+            # The portals of an earlier process would redirect clients to whichever relay binds their port
+            # again.
             with self._writing:
                 self._takes_over = bool(self._portals.withdraw())
             self._is_cleared = True
@@ -96,7 +97,7 @@ class FamilyState:
         return {relay.local_port: relay for relay in self._applied.current_relays()}
 
     def close_departed(self) -> None:
-        """Close relays once no client is on its way to them. From any thread.
+        """Close departing relays to which no client is connecting. From any thread.
 
         Raises HostError or SyncFailed.
         """
@@ -113,7 +114,7 @@ class FamilyState:
     # Leaving the node to another mode ------------------------------------------------------
 
     def withdraw(self) -> list[str]:
-        """Delete all portals, once: later ones belong to another instance. Return a line for each object.
+        """Delete all portals, once: later portals belong to another instance. Return a line for each object.
 
         Raises HostError.
         """
@@ -126,9 +127,9 @@ class FamilyState:
         return removed
 
     def arriving(self, protocols: Collection[Protocol]) -> Counter[Protocol]:
-        """Return how many clients of each of these *protocols* are on their way to a relay. Raises HostError.
+        """Return how many clients of each of these *protocols* are connecting to a relay. Raises HostError.
 
-        TCP clients that were accepted are not counted.
+        Accepted TCP clients are not counted.
         """
         listening = {
             relay.local_port for relay in self._applied.all_relays()
@@ -151,7 +152,7 @@ class FamilyState:
         delete_flows(self.family, (each for each in self._applied.all_portals() if each.port in refusing))
 
     def disconnect(self) -> None:
-        """Delete portals and UDP flows: they would lead to the next process that binds our ports."""
+        """Delete portals and UDP flows, which would reach the next process that binds our ports."""
         try:
             self.withdraw()
             delete_flows(self.family, self._applied.all_portals())
@@ -199,7 +200,7 @@ class FamilyState:
         if self._listen is None:
             operations += self._close_relays(surplus)
         for relay in self._applied.all_relays():
-            if relay.number in failures:  # Others belong to the other family, whose next sync reports them.
+            if relay.number in failures:  # The next sync of the other family reports its own.
                 unserved[relay.name.key] = f"a relay can't listen: {failures[relay.number]}"
         self.unserved = unserved
         return SyncReport(operations, unserved=dict(unserved))
@@ -240,14 +241,14 @@ class FamilyState:
                 yield Redirect(portal, relay.port, self._bind)
 
     def _rewrite(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> int:
-        """Write all *portals* if the kernel's differ. Return how many do."""
+        """Write all *portals* if the kernel's differ. Return the number of differences."""
         redirects = sorted(itertools.chain.from_iterable(portals.values()), key=str)
         if operations := self._portals.differences(redirects):
             self._portals.rewrite(redirects)
         return operations
 
     def _change(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> int:
-        """Write the difference that the *portals* of some service ports make. Return how many it has."""
+        """Write the difference to the *portals* of some service ports. Return the number of operations."""
         deletes, adds = self._applied.difference(portals)
         if deletes or adds:
             try:
@@ -259,7 +260,7 @@ class FamilyState:
     def _close_relays(self, surplus: Collection[Relay]) -> int:
         """Close relays without portals. Return their number.
 
-        A relay that another one of its service port replaces listens while clients are on their way to it.
+        A relay that another one of its service port replaces listens while clients are connecting to it.
         """
         departing = [
             relay if self._is_replaced(relay, surplus) else relay.not_listening() for relay in surplus]

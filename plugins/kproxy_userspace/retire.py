@@ -1,8 +1,8 @@
 """Retirement: leaving new connections to another mode, while relays continue until open ones end.
 
-Conntrack directs a client's packets to the destination of its first one. Therefore relays listen for a grace
-period, and then until no client is on its way to one. UDP clients are served until conntrack forgets them;
-their next datagram is the other mode's.
+Conntrack sends a client's packets to the destination of its first one. Therefore relays listen for a grace
+period, and then until no client is connecting to one. UDP clients are served until conntrack forgets them;
+the other mode forwards their next datagram.
 """
 
 import time
@@ -32,7 +32,7 @@ class Retirement:
         self._has_portals = has_portals
         self._since = time.monotonic()
         self.is_accepting = True
-        """False once no relay listens."""
+        """Whether a relay may be listening."""
 
     def advance(self) -> Leftovers:
         """Take the next steps. Return the deleted portals, and the number of clients still served."""
@@ -59,9 +59,9 @@ class Retirement:
         return Leftovers(tuple(removed), tuple(errors), waiting, in_grace)
 
     def _arriving(self, seconds: float, errors: list[str]) -> Clients[Protocol]:
-        """Return how many clients are on their way to relays, by protocol. Append problems to *errors*.
+        """Return how many clients are connecting to relays, by protocol. Append problems to *errors*.
 
-        *seconds* have passed since portals last redirected clients. Those of TCP are not looked for once no
+        *seconds* have passed since portals last redirected clients. TCP clients are not searched for if no
         relay accepts them: a node may have many connections.
         """
         found: Clients[Protocol] = Clients()

@@ -15,7 +15,7 @@ _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5})|\+(\d{1,5}))?")
 
 
 class Settings(NamedTuple):
-    """Options of this mode. Times are seconds."""
+    """The options of the mode. Times are seconds."""
 
     listen: Address | None = None
     """Local address at which the ports of Services are bound, without portals; None: use portals."""
@@ -24,8 +24,8 @@ class Settings(NamedTuple):
     port_range: range | None = None
     """Ports of relays; None: chosen by the kernel."""
     of_workers: WorkerSettings = WorkerSettings(0.25, FOREVER, 3600.0)
-    """No time limit for connections to a removed endpoint, as in kube-proxy, and one for half-closed
-    connections as conntrack.tcpCloseWaitTimeout."""
+    """By default no time limit for connections to a removed endpoint, as in kube-proxy, and for half-closed
+    connections that of conntrack.tcpCloseWaitTimeout."""
     workers: int = 0
     """Number of relay processes; 0: one for each processor."""
     check_seconds: float = 30.0

@@ -1,6 +1,4 @@
-"""Constant rules: the jumps to our chains, the rule without effect, the nftables table; and the chains to
-delete. Pure.
-"""
+"""Constant rules (jumps, the pin, the nftables table), and decisions about which chains to delete. Pure."""
 
 from kproxy_core.linux.nft_rules import (
     ADDRESS,
@@ -25,8 +23,6 @@ from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_xtables.removal import Removal, plan_removal
 from kproxy_xtables.rules import TO_THIS_NODE, ChainKey, Jump, RulesByChain, parse_jump
-
-# Constant rules: the jumps to our chains, the rule without effect, and the nftables table. Pure.
 
 _FIRST = "handle ClusterIPs; NOTE: this must be before the NodePort rules"
 _LAST = "handle service NodePorts; NOTE: this must be the last rule in the chain"
@@ -91,7 +87,7 @@ def _to_relay(at: Address | None, key: Key, container: str) -> Statement:
     return redirect_to_port(key, container) if at is None else dnat_to_port(at, key, container)
 
 
-# Decisions about which chains to delete: those of kube-proxy's userspace mode, which are also ours. Pure.
+# Chains to delete: those of kube-proxy's userspace mode, which are also ours.
 
 _JUMPS = frozenset((jump.target_key, jump.chain, jump.comment) for jump in JUMPS)
 _HOST_CHAINS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))

@@ -20,9 +20,9 @@ _KEPT = 5400.0
 
 _Subject = tuple[Family, Frontend, Destination | None]
 _REJECTED = (1, *[0] * (len(Failure) + len(Handshake)))
-"""The numbers of a flow that was rejected."""
+"""Numbers of a rejected flow."""
 _FAILED = slice(1, 1 + len(Failure))
-"""The places in `Count.numbers`; handshakes follow."""
+"""Indices in `Count.numbers`; handshakes follow."""
 
 
 class Traffic:
@@ -33,9 +33,9 @@ class Traffic:
         self._instance = uuid4().hex
         self._lock = threading.Lock()
         self._found: dict[_Subject, tuple[tuple[int, ...], float]] = {}
-        """Numbers, and the times of their last changes."""
+        """Numbers, and the time of their last change."""
         self._rejected: dict[Family, dict[bytes, UnansweredFlow]] = {}
-        """Flows that have been counted, until the kernel forgets them."""
+        """Counted flows, until the kernel forgets them."""
 
     def read(self, family: Family, refusing: Collection[int]) -> list[Connections]:
         """Return the connections of one family since this instance started.

@@ -24,11 +24,11 @@ class Portal(NamedTuple):
     """None for a node port at every local address."""
     port: int
     owner: str
-    """The service port, for people who read the rules."""
+    """The service port, shown in the rules."""
     external: bool = False
     """An external IP. Traffic forwarded between bridged pods is not redirected."""
     source: Cidr | None = None
-    """The network of clients that may use the portal; None: all."""
+    """Clients that may use the portal; None: all."""
 
     @property
     def frontend(self) -> Frontend:
@@ -46,15 +46,15 @@ class Redirect(NamedTuple):
 
 
 class RelayName(NamedTuple):
-    """The identity of a relay. A relay that would differ in any of this is replaced."""
+    """The identity of a relay. A relay is replaced if any of this changes."""
 
     key: ServicePortKey
     port: int = 0
     """The port to bind; 0: any."""
     alone: bool = False
-    """One worker accepts all connections. Clients on their way to another worker must not be refused."""
+    """One worker accepts all connections. Clients connecting to another worker must not be refused."""
     frontend: Frontend | None = None
-    """The only frontend of this relay, by which its connections are counted; None: it serves several."""
+    """The only frontend of this relay, for which its connections are counted; None: it serves several."""
 
 
 class Wanted(Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Detection of workers that exit or run short of resources, and of portals that another program changes.
+"""Detection of workers that exit or lack resources, and of foreign changes to portals.
 
-nf_tables announces every commit. One to our chains is damage. After one that may have deleted a jump to them,
-the portals are compared with the kernel at once. Legacy iptables announces nothing; there they are compared
-every `syncPeriod`.
+nf_tables announces every commit. A commit to our chains is damage. After a commit that may have deleted a
+jump to them, the portals are compared with the kernel at once. Legacy iptables announces nothing; there they
+are compared every `syncPeriod`.
 """
 
 import logging
@@ -28,21 +28,21 @@ from kproxy_userspace.worker.counts import Counter
 log = logging.getLogger("kproxy.userspace")
 
 _POLL_SECONDS = 1.0
-"""Interval at which new workers are noticed, and counts are read."""
+"""Interval in seconds at which new workers are noticed, and counts are read."""
 
 _SHORTAGE_SECONDS = 30.0
-"""Least time between two log lines about a shortage in one worker."""
+"""Minimum seconds between log lines about a shortage in one worker."""
 
 _SHARE = 0.2
 _BURST = 2.5
-"""Seconds of the time for comparisons after foreign commits that may be used ahead."""
+"""Seconds of CPU time that comparisons may use in advance."""
 
 _BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
 _IPTABLES = frozenset(table for table, _ in OUR_CHAINS)
 
 
 class Watcher:
-    """A thread that reports damage until it is closed."""
+    """Reports damage from a thread of its own until it is closed."""
 
     def __init__(
         self, families: Mapping[Family, FamilyState], workers: WorkerPool, damaged: Damage,
@@ -50,8 +50,8 @@ class Watcher:
     ) -> None:
         """Start watching. Compare the portals every *portal_seconds*; None: there are no portals.
 
-        Commits of *own* processes raise no suspicion. *share* of one processor is the limit for comparisons
-        after foreign commits: commits in a loop cost no more.
+        Ignores commits of *own* processes. *share* of one CPU is the limit for comparisons after foreign
+        commits: commits in a loop cost no more.
         """
         self._share = share
         self._families = families
@@ -59,11 +59,11 @@ class Watcher:
         self._damaged = damaged
         self._portal_seconds = math.inf if portal_seconds is None else portal_seconds
         self._watched: list[Worker] = []
-        """The workers at the last look."""
+        """Workers at the last check."""
         self._shortages: dict[int, tuple[int, float]] = {}
-        """Last reported count and its time, by process id."""
+        """Last logged count and its time, by PID."""
         self._suspicions: dict[Family, str] = {}
-        """Foreign commits since the portals were last compared that may have deleted a jump."""
+        """Foreign commits since the last comparison of the portals that may have deleted a jump."""
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._commits = None if portal_seconds is None else self._watch_commits(own)
@@ -78,7 +78,7 @@ class Watcher:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-        self._watched = []  # A worker's counts are freed with it; `_commits` refers to this watch.
+        self._watched = []  # A worker's counts are freed with it; `_commits` refers to this watcher.
 
     def _run(self) -> None:
         used = time.monotonic()
@@ -151,7 +151,7 @@ class Watcher:
     # Workers --------------------------------------------------------------------------------
 
     def _look_at_workers(self) -> list[Worker]:
-        """Return the workers that run. Report the exits that a sync noticed first, and has replaced."""
+        """Return the running workers. Report exited ones that a sync noticed first and replaced."""
         before, self._watched = self._watched, self._workers.running()
         for worker in before:
             if worker not in self._watched and not worker.exit_reported:

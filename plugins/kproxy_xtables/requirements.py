@@ -59,7 +59,7 @@ _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
 def check_privileges(variant: Variant | None) -> Requirement:
-    """Check that this process may use iptables. Only the legacy variant opens a raw socket."""
+    """Check the privileges to use iptables. Only the legacy variant opens a raw socket."""
     wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
     what, held = " and ".join(wanted), process.held()
     missing = [name for name in wanted if name not in held]

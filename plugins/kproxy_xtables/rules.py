@@ -1,6 +1,4 @@
-"""Chains, jumps and rules as values: those that several modes share, and those that iptables-save prints.
-Pure.
-"""
+"""Chains, jumps and rules of iptables as values, and rules that several modes share. Pure."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,8 +6,6 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
-
-# Chains and jumps as values, and the rules that several modes share. Pure.
 
 ChainKey = tuple[str, str]
 """Table and chain."""
@@ -111,9 +107,11 @@ def from_pods(source: LocalSource, *, negate: bool = False) -> str:
     return f"{no}-i {source.interface or source.interface_prefix + '+'} "
 
 
-# Output of iptables-save as values. Pure.
+# Output of iptables-save.
 
 class SavedChain(NamedTuple):
+    """A chain as iptables-save prints it."""
+
     table: str
     name: str
     lines: list[str]
@@ -153,10 +151,7 @@ def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
             current, found, empty = "", [], {}
 
 
-# Chains that two modes of kube-proxy have under the same name, and their current owner. Pure.
-#
-# The iptables mode sends each frontend to chains of its own, the ipvs mode looks frontends up in ipsets.
-# After a change of mode kube-proxy reuses these chains, and removes nothing else (kube-proxy 1.36).
+# Ownership of chains that the iptables and the ipvs mode of kube-proxy have under the same name.
 
 SERVICES = ("nat", "KUBE-SERVICES")
 FIREWALL = ("filter", "KUBE-PROXY-FIREWALL")
@@ -170,7 +165,11 @@ _IPSET_FIREWALL = "kube-proxy firewall rules"
 
 
 def ipset_mode_chains(held: RulesByChain) -> frozenset[ChainKey]:
-    """Return the shared chains that belong to the mode with ipsets. The other mode owns the rest."""
+    """Return the shared chains that belong to the mode with ipsets. The other mode owns the rest.
+
+    The iptables mode sends each frontend to chains of its own, the ipvs mode looks frontends up in ipsets.
+    After a change of mode kube-proxy 1.36 reuses these chains, and removes nothing else.
+    """
     found: frozenset[ChainKey] = frozenset()
     if _reads_ipsets(held[SERVICES]) if SERVICES in held else not _ONLY_WITH_IPSETS.isdisjoint(held):
         found |= _FOLLOW_SERVICES

@@ -25,7 +25,13 @@ from kproxy_core.model.address import Family
 from kproxy_xtables.rules import ChainKey, SavedChain, read_saved
 from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_tables
 
-# Attributes of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads.
+LOCK_TIMEOUT = 5
+"""Timeout in seconds of a program that waits for the xtables lock."""
+CHAINS_PER_CALL = 750
+"""Limit for the chains in one call of iptables-nft-restore, whose time is quadratic in them (1.8.9)."""
+
+
+# Tables over netlink: a program takes longer, and creates tables when it reads.
 
 _NEWTABLE = messages.KIND
 _FLAGS, _USE = 2, 3
@@ -39,7 +45,7 @@ _MATCH = re.compile(
 
 
 def owned_tables(family: Family, names: Collection[str]) -> list[str]:
-    """Return those of the tables *names* that belong to a process, which alone may change them.
+    """Return those of the tables *names* that another process owns: only it can change them.
 
     Raises HostError.
     """
@@ -66,7 +72,7 @@ def _matches(answers: Iterable[Span]) -> set[str]:
 
 
 def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
-    """Return those of the tables *names* that another program switched off, which iptables does not show.
+    """Return those of the tables *names* that another program made dormant, which iptables does not show.
 
     Raises HostError.
     """
@@ -83,7 +89,7 @@ def count_chains(family: Family, name: str) -> int:
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
-    """Switch the tables *names* on, which iptables can't. Remember the socket in *own*. Raises HostError."""
+    """Wake the dormant tables *names*, which iptables can't. *own* gets the socket. Raises HostError."""
     awake = attribute(_FLAGS, bytes(4))
     payloads = [messages.payload(family, text_attribute(messages.TABLE_NAME, name), awake) for name in names]
     data, last = messages.transaction([NetlinkRequest(_NEWTABLE, 0, payload) for payload in payloads])
@@ -102,12 +108,7 @@ def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[s
     }  # fmt: skip
 
 
-# The tables of one IP family, read by iptables-save and written by iptables-restore.
-
-LOCK_TIMEOUT = 5
-"""Seconds that a program waits for the xtables lock."""
-CHAINS_PER_CALL = 750
-"""Chains in one call of iptables-nft-restore, whose time grows with the square of that number (1.8.9)."""
+# Tables through the programs of iptables.
 
 _TABLES = ("filter", "nat", "mangle")
 _BASE_CHAINS = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
@@ -120,7 +121,7 @@ _INCOMPATIBLE = "incompatible"
 _OWN_MATCHES = frozenset({
     "addrtype", "comment", "conntrack", "mark", "physdev", "recent", "sctp", "set", "statistic", "tcp", "udp",
 })
-"""Matches in rules of our own: a mode does not begin without them."""
+"""Matches in our own rules: a mode does not start without them."""
 
 
 class Busy(HostError):
@@ -136,7 +137,7 @@ class Unusable(HostError):
 
 
 class Unreadable(Unusable):
-    """Another program has made a table unusable for the programs of iptables, but not for nf_tables."""
+    """Another program made a table unusable for the programs of iptables, but not for nf_tables."""
 
 
 class RestoreFailed(HostError):
@@ -163,7 +164,7 @@ class Tables:
         self._lock_timeout = str(lock_timeout)
         # Every call of a legacy program replaces the whole table, so one call is best.
         self.chains_per_call = CHAINS_PER_CALL if variant.nft else 1_000_000_000
-        """Most chains that `restore` should be given at once."""
+        """Limit for the chains of one `restore`."""
 
     def check(self) -> None:
         """Return if the nat table can be used. Raises Busy, Unusable or ProgramUnfinished."""
@@ -234,11 +235,11 @@ class Tables:
         raise RestoreFailed(programs.failure(done), _rejected_line(text, problem))
 
     def dormant(self) -> list[str]:
-        """Return the tables that exist but are switched off, which only nf_tables can. Raises HostError."""
+        """Return the dormant tables: they exist, but none of their rules is in effect. Raises HostError."""
         return dormant_tables(self.family, _TABLES) if self.variant.nft else []
 
     def wake(self) -> list[str]:
-        """Switch dormant tables on again and return their names. Raises HostError."""
+        """Wake dormant tables and return their names. Raises HostError."""
         if found := self.dormant():
             wake_tables(self.family, found, self._own)
         return found
@@ -283,7 +284,7 @@ def open_tables(families: Iterable[Family], own: OwnProcesses | None = None) -> 
             found[family].check_foreign_rules()
     except NoVariant as missing:
         raise Unsupported(str(missing)) from missing
-    except Unreadable as error:  # Of no family: another mode serves both.
+    except Unreadable as error:  # For both families: another mode serves them.
         raise Unsupported(f"{variant} does not work beside rules of other programs: {error}") from error
     except Unusable as error:
         raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error

@@ -1,4 +1,4 @@
-"""The way of a packet through iptables rules as iptables-save prints them. Pure."""
+"""The path of a packet through iptables rules as iptables-save prints them. Pure."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import Origin, Outcome, Packet, is_own
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 
-# The meaning of rules as iptables-save prints them: the matches and targets that the backends use. Pure.
+# Rules: the matches and targets that the backends use.
 
 
 class Skb(NamedTuple):
-    """A packet on its way."""
+    """A packet with its current destination, mark and translation."""
 
     packet: Packet
-    """The packet before any translation."""
+    """The packet as it was sent."""
     destination: Address
     port: int
     mark: int = 0
@@ -41,7 +41,7 @@ class Skb(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """One of the ways that a packet may take through a chain."""
+    """One of the paths that a packet may take through a chain."""
 
     share: float
     done: Outcome | Literal[True] | None
@@ -50,7 +50,7 @@ class Branch(NamedTuple):
 
     @property
     def outcome(self) -> Outcome | None:
-        """None: the packet continues on its way."""
+        """The verdict; None: the packet continues."""
         return self.done if isinstance(self.done, Outcome) else None
 
 
@@ -59,6 +59,8 @@ Act = Callable[["Walk", Skb], Branch]
 
 
 class ParsedRule(NamedTuple):
+    """The meaning of one rule."""
+
     tests: tuple[Test, ...] = ()
     chance: float = 1.0
     recent: str = ""
@@ -68,13 +70,13 @@ class ParsedRule(NamedTuple):
     act: Act | None = None
     """The target's effect; None: it is a chain."""
     endpoint: Destination | None = None
-    """The new destination, of a DNAT rule."""
+    """The new destination of a DNAT rule."""
     places: tuple[tuple[str, str], ...] = ()
-    """The matches on the destination's address and port: their names and values."""
+    """Names and values of the matches on the destination's address and port."""
     looks_further: bool = False
     """The rule depends on more than a packet's headers, mark and origin, and the node's addresses."""
     strange: bool = False
-    """The rule is not understood."""
+    """The rule has an unknown match or target."""
 
     def matches(self, around: "Walk", skb: Skb) -> bool:
         for test in self.tests:  # noqa: SIM110 - all() of a generator takes twice as long
@@ -137,7 +139,7 @@ _TESTS: Mapping[str, Callable[[str], Test]] = {
     "--match-set": lambda value: lambda around, skb: around.set_mark(value, skb) is not None,
     "--physdev-is-in": lambda value: lambda around, skb: around.is_bridged(skb.packet.source),
 }  # fmt: skip
-"""The matches that are understood."""
+"""Known matches."""
 
 
 def _set_mark(value: str) -> Act:
@@ -169,7 +171,7 @@ _ACTS: Mapping[str, tuple[str, Callable[[str], Act]]] = {
     "DNAT": ("--to-destination", _translate),
     "REDIRECT": ("--to-ports", _redirect),
 }
-"""The targets that are understood, with the option that each needs."""
+"""Known targets, with the option that each needs."""
 TARGETS = frozenset(_ACTS)
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
@@ -191,7 +193,7 @@ _FURTHER = frozenset({
 def parsed(text: str) -> ParsedRule:
     """Return the meaning of a rule, without ``-A CHAIN``."""
     found = _TARGET.fullmatch(text)
-    if found is None or found[1].count('"') % 2:  # The words are those of a comment.
+    if found is None or found[1].count('"') % 2:  # within a comment
         return _without_target(text)
     head, jump, target, tail = found.groups()
     rule = _without_target(head)  # Many rules differ in their targets only.
@@ -244,10 +246,7 @@ def _not(test: Test) -> Test:
     return lambda around, skb: not test(around, skb)
 
 
-# The way of a packet through iptables rules. Pure.
-#
-# In built-in chains, only rules that lead to other chains are followed: what other tools add there is
-# theirs.
+# The path.
 
 Objects = dict[KernelObject, None]
 """In the order in which a packet met them."""
@@ -262,7 +261,7 @@ class Ruleset:
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
         self._likenesses: dict[Sequence[ChainKey], Callable[[Skb], object] | None] = {}
         self.known: dict[object, tuple[Outcome | None, bool, Objects]] | None = {} if for_many else None
-        """Results of `Walk.onward` and the objects met, by `likeness`."""
+        """Cached results of `Walk.onward` and the objects met, by `likeness`."""
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
         return self._chains.get((table, chain), ())
@@ -279,9 +278,9 @@ class Ruleset:
         return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
 
     def likeness(self, chains: Sequence[ChainKey], skb: Skb) -> object | None:
-        """Return a key that packets share if no rule that *chains* lead to distinguishes them.
+        """Return a cache key for packets that no rule reachable from *chains* distinguishes.
 
-        Except by whether the destination is this node. None: every packet may be a case of its own.
+        The rules may tell whether the destination is this node. None: any two packets may differ.
         """
         if chains not in self._likenesses:
             self._likenesses[chains] = self._likeness(chains)
@@ -315,7 +314,7 @@ class Ruleset:
         return likeness
 
     def in_set(self, name: str, sides: Sequence[str], packet: Skb) -> int | None:
-        """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
+        """Return the mark of the entry for *packet* in an ipset, 0 without marks; None without an entry."""
         return None
 
     def is_recent(self, name: str, source: Address) -> bool:
@@ -324,7 +323,10 @@ class Ruleset:
 
 
 class Walk:
-    """Follows packets through chains, and notes what they meet."""
+    """Follows packets through chains, and records the objects that they meet.
+
+    In built-in chains, only rules that jump to other chains are followed: other tools own the rest.
+    """
 
     def __init__(
         self, ruleset: Ruleset, node: NodeView,
@@ -343,15 +345,15 @@ class Walk:
         self.objects: Objects = {}
         self.remembered: Destination | None = None
         self.strange = ""
-        """A rule that is not understood; "": none."""
+        """A rule with an unknown match or target; "": none."""
 
     def through(self, table: str, chain: str, skb: Skb) -> list[Branch]:
         return self._rules(table, chain, self._ruleset.relevant(table, chain, skb), skb)
 
     def onward(self, chains: Sequence[ChainKey], skb: Skb) -> tuple[Outcome | None, bool]:
-        """Follow a packet through built-in *chains*. Return a verdict, and whether it was masqueraded.
+        """Follow a packet through built-in *chains*. Return the verdict, and whether it was masqueraded.
 
-        Where rules choose by chance, the first verdict counts.
+        Where rules choose at random, the first verdict counts.
         """
         known = self._ruleset.known
         if known is None or (likeness := self._ruleset.likeness(chains, skb)) is None:
@@ -390,7 +392,7 @@ class Walk:
         return source in self._bridged
 
     def set_mark(self, value: str, skb: Skb) -> int | None:
-        """Ask `Ruleset.in_set`. *value*: the set's name, and the sides of the packet that are compared."""
+        """Call `Ruleset.in_set`. *value*: the set's name, and the compared sides of the packet."""
         name, sides = value.split()
         found = self._ruleset.in_set(name, sides.split(","), skb)
         if found is not None:
@@ -437,7 +439,7 @@ class Walk:
         return found
 
     def _remember(self, rule: ParsedRule, table: str, skb: Skb) -> None:
-        """Note the endpoint that affinity gives the client. The walk continues as for a new client."""
+        """Record the endpoint of the client's affinity. The walk continues as for a new client."""
         if self._ruleset.is_recent(rule.recent, skb.packet.source):
             self.note(f"list {rule.recent}", "holds the sender")
             for text in self._ruleset.rules(table, rule.target):
@@ -445,9 +447,9 @@ class Walk:
 
 
 _object = lru_cache(maxsize=4096)(KernelObject)
-"""Packets to one frontend meet the same rules, and fewer objects are less work for the garbage collector."""
+"""Shared, because packets to one frontend meet the same rules: fewer objects for the garbage collector."""
 _SHORT = 32
-"""Rules in a chain that needs no index."""
+"""Limit for the rules in a chain without an index."""
 _ONE_ADDRESS = re.compile(r"(?<!! )-d (\S+)/(?:32|128) ")
 _ONE_PORT = re.compile(r"(?<!! )--dport (\d+)(?: |$)")
 

@@ -1,1 +1,1 @@
-"""All input and output of the ebpf mode: bpf(2), maps, programs, pins and cgroups."""
+"""Input and output of the mode: bpf(2), maps, programs, pins and cgroups."""

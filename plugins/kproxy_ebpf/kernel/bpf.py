@@ -20,17 +20,18 @@ _PROG_BY_ID, _INFO_BY_FD, _PROG_QUERY, _BTF_LOAD = 13, 15, 16, 18
 _LOOKUP_BATCH, _UPDATE_BATCH, _DELETE_BATCH, _LINK_CREATE, _LINK_UPDATE, _LINK_DETACH = 24, 26, 27, 28, 29, 34
 
 _ATTRIBUTES = 144
-"""Bytes of ``union bpf_attr`` that are passed. Kernels that know fewer accept the rest if it is zero."""
+"""Size in bytes of the passed ``union bpf_attr``. A kernel with a smaller one accepts zeros in the rest."""
 _BATCH_ATTRIBUTES = 56
 _INFO_SIZE = 256
 _MAPS_AT_MOST = 64
 """BPF_MAX_USED_MAPS (linux/bpf_verifier.h)"""
 _BATCH_COUNT = 32
-"""Offset of the number of elements, on return those that were handled, after an error too."""
+"""Offset of the number of elements; on return, also after an error, of those that were handled."""
 _CHUNK = 4096
-"""Elements in one call that reads."""
+"""Limit for the elements of one reading call."""
 _ALLOCATION_PATIENCE = 1.0
-"""Seconds. A hash without preallocation fails with ENOMEM while Linux 6.1 and later refill its free list."""
+"""Timeout in seconds. A hash without preallocation fails with ENOMEM while Linux 6.1 and later refill its
+free list."""
 
 SK_STORAGE = 24
 _CGROUP_INFO = struct.Struct("=IIIxxxxQI")
@@ -76,7 +77,7 @@ def map_definition(fd: int) -> MapDefinition:
 
 
 def update(fd: int, key: bytes, value: bytes) -> None:
-    """Set one element; try again for a while where memory is short for a moment."""
+    """Set one element; retry for a while if memory is short."""
     keys, values = _buffer(key), _buffer(value)
     deadline = time.monotonic() + _ALLOCATION_PATIENCE
     while True:
@@ -124,7 +125,7 @@ def update_all(fd: int, elements: dict[bytes, bytes]) -> None:
 
 
 def delete_all(fd: int, keys: list[bytes]) -> None:
-    """Delete *keys*; those that are missing do not matter."""
+    """Delete *keys*; ignores missing ones."""
     done = 0
     while done < len(keys):
         handled, error = _batch(_DELETE_BATCH, fd, _buffer(b"".join(keys[done:])), len(keys) - done)
@@ -158,7 +159,7 @@ def elements(fd: int, definition: MapDefinition) -> Iterator[tuple[bytes, bytes]
 def load_program(kind: int, attach_type: int, name: str, code: bytes) -> int:
     """Return the descriptor of a program. An error's second argument ends with the verifier's log.
 
-    The log is asked for only after a failure: to write it takes the verifier half of its time.
+    The log is requested only after a failure: writing it takes half of the verifier's time.
     """
     instructions, license_ = _buffer(code), _buffer(b"GPL\0")
 
@@ -185,7 +186,7 @@ def create_link(program: int, cgroup: int, attach_type: int) -> int:
 
 
 def update_link(link: int, program: int) -> None:
-    """Replace the program of a link, without a moment in which none runs."""
+    """Replace the program of a link atomically."""
     _call(_LINK_UPDATE, struct.pack("=IIII", link, program, 0, 0))
 
 
@@ -222,7 +223,7 @@ def program_name(identity: int) -> str:
 
 
 def attached(cgroup: int, attach_type: int) -> list[int]:
-    """Return the ids of all programs that run for sockets of the cgroup, those of its ancestors included."""
+    """Return the ids of all programs attached to the cgroup and to its ancestors."""
     ids = (ctypes.c_uint32 * 64)()
     query = struct.pack("=IIIIQI", cgroup, attach_type, 1, 0, ctypes.addressof(ids), 64)
     _, answer = _call(_PROG_QUERY, query)
@@ -230,7 +231,7 @@ def attached(cgroup: int, attach_type: int) -> list[int]:
 
 
 def pin(fd: int, path: str) -> None:
-    """Give the object a name in a BPF file system, which keeps it when this process ends."""
+    """Pin the object in a BPF file system, so that it outlives this process."""
     name = _buffer(os.fsencode(path) + b"\0")
     _call(_OBJ_PIN, struct.pack("=QII", _at(name), fd, 0))
 
@@ -267,7 +268,7 @@ def _load_types(size: int) -> int:
 
 
 def _info(fd: int, wanted: bytes = b"") -> bytes:
-    """Return what the kernel tells of an object. *wanted*: where it is to write lists, as in the answer."""
+    """Return the kernel's info about an object. *wanted*: addresses for its lists, laid out as the answer."""
     info = ctypes.create_string_buffer(wanted, _INFO_SIZE)
     _call(_INFO_BY_FD, struct.pack("=IIQ", fd, len(info), _at(info)))
     return info.raw

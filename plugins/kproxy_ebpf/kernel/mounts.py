@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kproxy_core.linux.errors import HostError
 
 _ROOT_INODE = 1
-"""Of the root of the whole cgroup2 tree; the root of a cgroup namespace has another (kernfs)."""
+"""Inode of the root of the whole cgroup2 tree; the root of a cgroup namespace has another (kernfs)."""
 _USUAL_POINTS = ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSCONFIG_CMD_CREATE = 6
@@ -25,9 +25,9 @@ class _Mount(NamedTuple):
 def open_cgroup(path: str = "") -> int:
     """Return a descriptor of the cgroup *path*, or of the root of the node's cgroup2 tree.
 
-    ``ip netns exec`` hides /sys/fs/cgroup: where no cgroup2 tree is mounted, one is opened without a mount
-    point. In a container it is the container's own cgroup, and stands for the node's tree if that is mounted
-    elsewhere. Raises HostError.
+    ``ip netns exec`` hides /sys/fs/cgroup: without a mounted cgroup2 tree, one is opened without a mount
+    point. In a container it is the container's own cgroup, unless the node's tree is mounted elsewhere.
+    Raises HostError.
     """
     if path in _USUAL_POINTS:
         for tree in _trees():

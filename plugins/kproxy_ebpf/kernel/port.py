@@ -29,13 +29,20 @@ from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import frontends_left_by_pods, only_node_clients
 from kproxy_nft.table import delete_table
 
-# The maps that a proxy of this network namespace has pinned, read by another process.
+log = logging.getLogger("kproxy.ebpf")
+
+MOST_CLIENTS = 1 << 18
+"""Upper bound of the map of clients with session affinity: 30 MiB of kernel memory."""
+_SO_NETNS_COOKIE = 71
+
+
+# The pinned maps, for other processes.
 
 _READ = (*names.PER_FAMILY, names.PINS, names.CONNECTIONS)
 
 
 class PinnedMaps:
-    """The pinned maps. Changes nothing."""
+    """The maps that a proxy of this network namespace has pinned. Read-only."""
 
     def __init__(self, maps: Mapping[str, int], *, are_in_use: bool) -> None:
         """*maps* are descriptors by name. Raises OSError."""
@@ -49,7 +56,7 @@ class PinnedMaps:
         return bpf.lookup(self._maps[name], key, self._definitions[name].value)
 
     def pinned_endpoint(self, service: bytes, affinity_seconds: int) -> bytes | None:
-        """Return the endpoint to which a service has pinned the node's own clients; None: to none."""
+        """Return the endpoint to which a service has pinned the node's own clients; None if to none."""
         value = self.find(names.PINS, client_key(namespace_cookie(), service))
         if value is None:
             return None
@@ -67,7 +74,7 @@ class PinnedMaps:
 
 @contextmanager
 def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
-    """Yield the maps of this network namespace; None: no proxy has pinned any. Raises SyncFailed."""
+    """Yield the pinned maps of this network namespace; None without any. Raises SyncFailed."""
     home = pins_of(settings)
     try:
         directory = next(home.glob("maps-*"), None)
@@ -85,20 +92,13 @@ def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
         raise SyncFailed(f"cannot read the BPF maps in {home}: {error.strerror}") from error
 
 
-# The maps and programs of one network namespace in the kernel.
-
-log = logging.getLogger("kproxy.ebpf")
-
-_SO_NETNS_COOKIE = 71
-MOST_CLIENTS = 1 << 18
-"""The bound of the map of clients with session affinity: 30 MiB of kernel memory."""
-
+# The maps and programs.
 
 class Kernel:
-    """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
+    """The mode's maps, programs and links. After `open`, all methods may be called from any thread."""
 
     def __init__(self, settings: Settings, *, counting: Sequence[str] = ()) -> None:
-        """*counting*: of `names.COUNTING`; connections are counted if there are any."""
+        """*counting*: programs of `names.COUNTING`; empty: connections are not counted."""
         self._settings = settings
         self._counting = counting
         self._namespace = namespace_cookie()
@@ -107,21 +107,21 @@ class Kernel:
         self._lock = threading.RLock()
         self._compiled: Compiled
         self._maps_directory: Path
-        """Of the pins of maps that have the layout of `_compiled`."""
+        """Directory of the pins of maps with the layout of `_compiled`."""
         self._has_new_maps = False
-        """`open` made the maps: no program used them before."""
+        """`open` created the maps: no program has used them before."""
         self._maps: dict[str, int] = {}
         self._programs: dict[str, int] = {}
         self._links: dict[str, int] = {}
         self._settings_written = b""
         self._pods_left = dict(batch.SHORT_CIRCUITS)
-        """Flags of frontends for which sockets of pods are left to the rules, by family."""
+        """By family: flags of frontends for which the rules decide about sockets of pods."""
         self._cgroup = -1
         self._cgroup_id = 0
         self._clients_to_count = 0
-        """How many clients were added in all when `make_room_for_clients` counts those in the map again."""
+        """Total of added clients at which `make_room_for_clients` counts the map's clients again."""
         self.attachments = 0
-        """How often `attach` has succeeded: a problem seen since then is a new one."""
+        """Number of successful calls of `attach`: a problem since the last one is new."""
         self._connected_udp = settings.connected_udp
         if problem := udp_destruction_problem() if settings.connected_udp else "":
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
@@ -130,7 +130,7 @@ class Kernel:
         self._wanted = (*counting, *released, *names.PROGRAMS)
 
     def open(self, compiled: Compiled) -> None:
-        """Find or make the maps, and load the programs. Nothing is attached yet.
+        """Find or create the maps, and load the programs. Attaches nothing.
 
         Raises SyncFailed.
         """
@@ -173,7 +173,7 @@ class Kernel:
             return contents_of(family, self._maps, self._compiled.maps)
 
     def withdraw(self, difference: Difference) -> None:
-        """Take the first step of *difference*. Raises TrustLost."""
+        """Write the first step of *difference*. Raises TrustLost."""
         with self._lock, _reporting(TrustLost):
             for name, elements in difference.withdrawn.items():
                 bpf.delete_all(self._maps[name], list(elements))
@@ -185,7 +185,7 @@ class Kernel:
                 self._update(name, difference.withdrawn[name])
 
     def write(self, difference: Difference) -> None:
-        """Take the remaining steps of *difference*. Raises TrustLost."""
+        """Write the remaining steps of *difference*. Raises TrustLost."""
         with self._lock, _reporting(TrustLost):
             for name, elements in difference.updates.items():
                 self._update(name, elements)
@@ -202,7 +202,7 @@ class Kernel:
         return len(updates) + len(deletes)
 
     def destroy_connected_sockets(self) -> None:
-        """Destroy connected UDP sockets that were sent to an endpoint that was removed, if wanted.
+        """Destroy connected UDP sockets of removed endpoints, if configured.
 
         Raises SyncFailed.
         """
@@ -215,8 +215,8 @@ class Kernel:
     def make_room_for_clients(self) -> None:
         """Replace the map of clients with session affinity by a larger one if half of it is in use.
 
-        It evicts the client that was away longest, so all count that were seen within the longest timeout.
-        Raises OSError.
+        The map evicts the least recently seen client, so all clients within the longest timeout count. Raises
+        OSError.
         """
         with self._lock:
             if not self._maps:
@@ -240,7 +240,7 @@ class Kernel:
                             extra={"fields": {"clients": in_use, "entries": definition.entries}})  # fmt: skip
 
     def attach(self) -> None:
-        """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""
+        """Attach the programs, or replace older ones without a gap. Raises SyncFailed."""
         with self._lock, _reporting():
             self._make_directories()
             if self._program_with_other_maps():
@@ -253,7 +253,7 @@ class Kernel:
                     bpf.pin(descriptor, str(pin))
             for name in self._wanted:
                 self._attach(name)
-            # An earlier process may have counted, or translated connected UDP sockets.
+            # An earlier process may have attached programs for counts or for connected UDP sockets.
             detach_pins(self._links_directory, [name for name in names.KINDS if name not in self._wanted])
             if not self._connected_udp:
                 _clear(self._maps[names.CONNECTED])
@@ -286,7 +286,7 @@ class Kernel:
         return ""
 
     def abandon(self) -> None:
-        """Close all descriptors after a failure to set up, and remove the maps if they are new: 20 MiB."""
+        """Close all descriptors after a failed setup, and remove new maps, which take 20 MiB."""
         with self._lock:
             self.close()
             if self._has_new_maps:
@@ -302,9 +302,9 @@ class Kernel:
             self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
 
     def _forget_frontends(self) -> None:
-        """Leave all frontends to the rules: these may be newer than what an earlier process wrote.
+        """Leave all frontends to the rules, which may be newer than the elements of an earlier process.
 
-        `attach` follows once one family's elements are written. Raises OSError.
+        `attach` follows when one family's elements are written. Raises OSError.
         """
         frontends = self._maps[names.FRONTENDS]
         definition = self._compiled.maps[names.FRONTENDS]
@@ -322,7 +322,7 @@ class Kernel:
         return programs
 
     def _program_with_other_maps(self) -> str:
-        """Return a program that uses another map than those that are written; "": none does.
+        """Return a program that uses another map than the written ones; "" if none does.
 
         Raises OSError.
         """
@@ -346,9 +346,9 @@ class Kernel:
             self._double(name)
 
     def _double(self, name: str) -> None:
-        """Replace a full map by a larger one, and the programs, which never stop running.
+        """Replace a full map by a larger one, and the programs without a gap.
 
-        Raises OSError, and then nothing was replaced.
+        Raises OSError, having replaced nothing.
         """
         full = self._maps[name]
         definition = bpf.map_definition(full)
@@ -364,7 +364,7 @@ class Kernel:
             bpf.update_all(made, copied)
             programs = self._load({**self._maps, name: made})
             with self._running(programs):
-                if name == names.PINS:  # Programs went on to add clients to the full map.
+                if name == names.PINS:  # Meanwhile, programs added clients to the full map.
                     late = bpf.elements(full, definition)
                     bpf.update_all(made, {key: value for key, value in late if copied.get(key) != value})
                 scratch.rename(path)
@@ -381,9 +381,9 @@ class Kernel:
 
     @contextmanager
     def _running(self, programs: Mapping[str, int]) -> Iterator[None]:
-        """Have the links run *programs*, and the present ones again if the context fails.
+        """Switch the links to *programs*, and back to the present ones if the context fails.
 
-        A link that another process detached is left to `attach`. Raises OSError.
+        `attach` repairs a link that another process detached. Raises OSError.
         """
         replaced: list[str] = []
         try:
@@ -394,7 +394,7 @@ class Kernel:
             yield
         except OSError:
             for name in replaced:
-                with suppress(OSError):  # `problem` tells, and `attach` repairs.
+                with suppress(OSError):  # `problem` reports it, and `attach` repairs it.
                     bpf.update_link(self._links[name], self._programs[name])
             raise
 
@@ -421,7 +421,7 @@ class Kernel:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _remove_other_maps(self) -> None:
-        """Remove the maps of a version with another layout: no program uses them any more."""
+        """Remove the maps of versions with another layout, which no program uses any more."""
         for path in self._home.glob("maps-*"):
             if path != self._maps_directory:
                 shutil.rmtree(path, ignore_errors=True)
@@ -494,7 +494,7 @@ def delete_tables(*, dry_run: bool = False) -> list[str]:
 
 
 def is_choosing(directory: Path) -> bool:
-    """Return whether a link that is pinned in *directory* has a program choose endpoints. Raises OSError."""
+    """Return whether a link pinned in *directory* runs a program that chooses endpoints. Raises OSError."""
     for name in names.ON_THE_WAY_OUT:
         with suppress(FileNotFoundError):
             link = bpf.open_pin(str(directory / name))
@@ -512,7 +512,7 @@ def leave_to_rules(settings: Settings) -> None:
 
 
 def forget_connections(home: Path) -> None:
-    """Delete the counts of connections: they have been read, and the next process begins at 0."""
+    """Delete the counts of connections, which have been read: the next process starts at 0."""
     for path in home.glob(f"maps-*/{names.CONNECTIONS}"):
         found = bpf.open_pin(str(path))
         try:
@@ -526,7 +526,7 @@ def _clear(fd: int) -> None:
 
 
 def _open_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:
-    """Return the map that is pinned at *path*, or a new one that is pinned there from now on."""
+    """Return the map pinned at *path*, or pin a new one there."""
     with suppress(FileNotFoundError):
         return bpf.open_pin(str(path))
     return _make_map(path, name, definition)

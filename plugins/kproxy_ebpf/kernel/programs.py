@@ -1,6 +1,6 @@
 """The compiled programs: from the cache, or from a process that runs bcc.
 
-A start that finds its programs in the cache needs neither bcc nor a compiler.
+A start with cached programs needs neither bcc nor a compiler.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ CACHE = "/run/kproxy"
 _SCRIPT = str(Path(__file__).with_name("compile.py"))
 _DISTRIBUTION_PYTHON = "/usr/bin/python3"
 _TIMEOUT = 60.0
-"""Seconds for one compilation: half a second on a node, 17 on a kernel that is emulated."""
+"""Timeout in seconds for one compilation, which takes 0.5 s on a node and 17 s on an emulated kernel."""
 BCC_REMEDY = "install the BPF Compiler Collection for Python (Debian: apt-get install python3-bpfcc)"
 
 
@@ -37,7 +37,7 @@ class StillCompiling(HostError):
 class Program(NamedTuple):
     code: bytes
     references: tuple[tuple[int, str], ...]
-    """Offsets in the code, and the maps whose descriptors belong there."""
+    """Offsets in the code, with the map whose descriptor belongs there."""
 
 
 class Compiled(NamedTuple):
@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Name of this set of maps, whatever their sizes: programs with the same one share their maps."""
+        """Name of this set of maps without their sizes: programs with the same layout share maps."""
         kinds = sorted((name, made._replace(entries=0)) for name, made in self.maps.items())
         return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
 
@@ -78,7 +78,7 @@ class Compilation:
         self._cached = Path(cache) / f"ebpf-{key}.json"
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = math.inf
-        """Time at which the compiler is ended, on the monotonic clock; counted from the first wait for it."""
+        """Time at which the compiler is killed (monotonic seconds), counted from the first `result`."""
         self._compiled = self._read()
         if start and self._compiled is None:
             try:
@@ -92,7 +92,7 @@ class Compilation:
 
     @property
     def is_cached(self) -> bool:
-        """No compiler is needed."""
+        """The cache has the result: no compiler is needed."""
         return self._compiled is not None
 
     def result(self, patience: float = math.inf) -> Compiled:

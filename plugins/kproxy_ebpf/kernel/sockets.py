@@ -1,4 +1,4 @@
-"""Values that programs keep for sockets, and sockets destroyed with their endpoint (linux/sock_diag.h)."""
+"""Values stored for sockets, and destruction of sockets (linux/inet_diag.h, linux/sock_diag.h)."""
 
 import logging
 import socket
@@ -22,12 +22,12 @@ from kproxy_core.model.address import Address, Family
 from kproxy_ebpf.batch import PRESENT, address_key, cookie_key, parse_endpoint
 from kproxy_ebpf.kernel import bpf
 
-# The values that programs keep for sockets, read from outside (linux/inet_diag.h, linux/sock_diag.h).
+log = logging.getLogger("kproxy.ebpf")
 
 _NO_LISTENERS: Final = 0xFFF & ~(1 << 10)
-"""The states of sockets but TCP_LISTEN."""
+"""All states of sockets but TCP_LISTEN."""
 _REQUEST = struct.Struct("=BBxxIH46x")
-"""inet_diag_req_v2: family, protocol, states, and of the socket the local port, in network order."""
+"""inet_diag_req_v2: family, protocol, states, and the socket's local port in network order."""
 _STORAGES_WANTED: Final = nested(2)
 """INET_DIAG_REQ_SK_BPF_STORAGES: of all maps, since Linux 5.7. Takes CAP_BPF."""
 _MESSAGE = struct.Struct("=B7x16s48x")
@@ -37,10 +37,9 @@ _STORAGES, _VALUE = 20, 3
 
 
 def stored_values(protocol: int, port: int) -> list[tuple[Address, bytes]]:
-    """Return what programs keep for sockets with the local *port*, as (local address, value).
+    """Return the values that programs store for TCP sockets with the local *port*, as (local address, value).
 
-    Sockets of the calling thread's network namespace only. The kernel tells those of TCP sockets. Raises
-    HostError.
+    Only of sockets in the calling thread's network namespace. Raises HostError.
     """
     found: list[tuple[Address, bytes]] = []
     with doing("read what programs keep for sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
@@ -62,18 +61,12 @@ def _decode(answer: Span) -> list[tuple[Address, bytes]]:
     ]
 
 
-# Connected UDP sockets that programs sent to an endpoint: destroyed when that endpoint is removed.
-#
-# A program sees the connect() of such a socket but none of its datagrams, so it cannot move it elsewhere.
-
-log = logging.getLogger("kproxy.ebpf")
-
-
 def destroy_connected_sockets(connected: int, definition: bpf.MapDefinition, endpoints: int) -> None:
-    """Destroy the sockets that are connected to endpoints that no longer exist.
+    """Destroy the connected UDP sockets whose endpoint was removed.
 
-    *connected* is the map in which the programs note sockets, *endpoints* that of endpoints. Spares sockets
-    that were connected elsewhere since, and namespaces that this process may not enter. Raises OSError.
+    A program sees the connect() of such a socket but none of its datagrams, so it cannot move it elsewhere.
+    *connected* is the map in which programs record sockets, *endpoints* that of endpoints. Spares sockets
+    that were reconnected since, and namespaces that this process may not enter. Raises OSError.
     """
     noted = dict(bpf.elements(connected, definition))
     removed = {one for one in set(noted.values()) if bpf.lookup(endpoints, one, len(PRESENT)) is None}

@@ -1,1 +1,1 @@
-"""All input and output of the ipvs mode with the kernel. Decisions about what to write do not belong here."""
+"""Input and output of the mode. Decides nothing about what to write."""

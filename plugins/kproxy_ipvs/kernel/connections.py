@@ -1,4 +1,4 @@
-"""IPVS and the node's own connections as listed in /proc.
+"""Connections of IPVS and of the node, as listed in /proc.
 
 Sources: the ``seq_show`` functions of net/netfilter/ipvs/ip_vs_ctl.c and ip_vs_conn.c, net/ipv4/tcp_ipv4.c
 and udp.c. Netlink lists the real servers of one virtual server at a time, a file in /proc lists all. A

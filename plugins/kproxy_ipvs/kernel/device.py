@@ -1,7 +1,7 @@
 """The dummy interface that holds the addresses of Services (linux/rtnetlink.h, linux/if_addr.h).
 
-pyroute2 creates the interface. It is imported for that only, because it takes 19 MiB and any mode may have to
-look for the interface or delete it. Addresses and routes are written in batches, which pyroute2 does not do.
+pyroute2 creates the interface. It is imported for that only, because it takes 19 MiB and any mode may look
+for the interface or delete it. Addresses and routes are written in batches, which pyroute2 does not support.
 """
 
 import errno
@@ -98,8 +98,8 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
 def lend_source(addresses: Iterable[Address], source: Address, family: Family) -> None:
     """Make *source* the source address of the node's own new connections to *addresses*.
 
-    Without that the source is the address itself, and connections end when the device loses it.
-    Raises HostError.
+    By default the source is the dialled address, and connections break when the device loses it. Raises
+    HostError.
     """
     preferred = attribute(_RTA_PREFSRC, source)
     requests = []
@@ -107,7 +107,7 @@ def lend_source(addresses: Iterable[Address], source: Address, family: Family) -
         if family is Family.IPV4:
             requests.append(_route(_RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE, address, family, preferred))
         else:
-            # No new route can have the metric of the kernel's own and so replace it: delete that one.
+            # No new route can have the metric of the kernel's own, so delete that one.
             requests.append(_route(_RTM_NEWROUTE, _CREATE, address, family, preferred))
             requests.append(_route(_RTM_DELROUTE, 0, address, family, protocol=_RTPROT_KERNEL))
     _send(requests, _PRESENT | _ABSENT)
@@ -182,7 +182,7 @@ def _send(requests: Sequence[NetlinkRequest], accepted: frozenset[int]) -> None:
 def _index() -> int | None:
     """Return the index of the device; None if it does not exist.
 
-    if_nametoindex() asks by an ioctl, for which the kernel runs modprobe twice if there is no such device.
+    if_nametoindex() uses an ioctl, for which the kernel runs modprobe twice if there is no such device.
     """
     request = _IFINFOMSG.pack(0, 0, 0, 0, 0) + text_attribute(_IFLA_IFNAME, DEVICE)
     try:

@@ -12,7 +12,7 @@ from kproxy_ipvs.wanted import schedulers
 log = logging.getLogger("kproxy.ipvs")
 
 _REUSE_MODE_MATTERS = ((4, 1), (5, 9))
-"""From the first Linux, and until the second, conn_reuse_mode 1 delays connections (kubernetes#81775)."""
+"""Linux releases between which conn_reuse_mode 1 delays connections (kubernetes#81775)."""
 
 
 def load_modules(configured: str) -> None:

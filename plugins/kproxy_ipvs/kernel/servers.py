@@ -1,6 +1,4 @@
-"""The kernel's virtual servers over generic netlink (net/netfilter/ipvs/ip_vs_ctl.c), and their graceful
-removal.
-"""
+"""Virtual servers over generic netlink (net/netfilter/ipvs/ip_vs_ctl.c), and their graceful removal."""
 
 import errno
 import logging
@@ -29,22 +27,37 @@ from kproxy_ipvs.batch import (
 from kproxy_ipvs.kernel import connections
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 
-# Graceful removal of real servers: weight 0 until their connections have ended, then deletion.
-#
-# Source: kube-proxy 1.36, pkg/proxy/ipvs/graceful_termination.go. After a restart, draining real servers
-# are found in the kernel.
-
 log = logging.getLogger("kproxy.ipvs")
 
 _PERIOD = 10.0
-"""Seconds between two checks while real servers are draining."""
+"""Interval in seconds between checks while real servers are draining."""
+
+_CONTROLLER = 0x10
+_GET_FAMILY = 3
+_FAMILY_ID, _FAMILY_NAME = 1, 2
+"""Of linux/genetlink.h."""
+
+_SERVICE, _DESTINATION = 1, 2
+"""IPVS_CMD_ATTR_SERVICE and IPVS_CMD_ATTR_DEST of linux/ip_vs.h."""
+
+_TRIAL_MARK = 0xFFFFFFFF
+"""Mark of the virtual server of a trial; `names.mark` never returns it."""
+
+_ABSENT = frozenset({errno.ESRCH, errno.ENOENT})
+_NO_UNICAST = frozenset({errno.EINVAL, errno.EAFNOSUPPORT})
+"""The kernel's errors for a real server whose address is not that of a single host."""
 
 RealServers = AbstractSet[tuple[ServerKey, Destination]]
 """Real servers, each with its virtual server."""
 
 
 class Draining:
-    """Deletes drained real servers from a thread of its own."""
+    """Removes real servers gracefully: weight 0 until their connections have ended, then deletion by a
+    thread.
+
+    As kube-proxy 1.36 (pkg/proxy/ipvs/graceful_termination.go). After a restart, draining real servers are
+    found in the kernel.
+    """
 
     def __init__(self, delete_drained: Callable[[RealServers], RealServers]) -> None:
         """*delete_drained* deletes real servers without connections and returns the others.
@@ -53,14 +66,14 @@ class Draining:
         """
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
-        """Hold it while changing real servers, so that none is deleted that was just added again, and to call
+        """To be held for changes of real servers, so that none is deleted that was just added again, and for
         all methods but `close`."""
         self._servers: set[tuple[ServerKey, Destination]] = set()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, servers: RealServers) -> None:
-        """Delete those *servers* that have no connections, and the others later. Their weight is 0 already.
+        """Delete the *servers* without connections, and the others later. Their weight is 0 already.
 
         Raises HostError.
         """
@@ -83,7 +96,7 @@ class Draining:
         self._servers.clear()
 
     def close(self) -> None:
-        """End the thread. Real servers that are still draining keep weight 0."""
+        """Stop the thread. Draining real servers keep weight 0."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -99,26 +112,8 @@ class Draining:
                     log.debug("could not delete drained real servers: %s", error)
 
 
-# The kernel's virtual servers, read and written over generic netlink (net/netfilter/ipvs/ip_vs_ctl.c).
-
-# linux/genetlink.h
-_CONTROLLER = 0x10
-_GET_FAMILY = 3
-_FAMILY_ID, _FAMILY_NAME = 1, 2
-
-_SERVICE, _DESTINATION = 1, 2
-"""IPVS_CMD_ATTR_SERVICE and IPVS_CMD_ATTR_DEST of linux/ip_vs.h."""
-
-_TRIAL_MARK = 0xFFFFFFFF
-"""The mark of a virtual server that exists for a moment; `names.mark` never returns it."""
-
-_ABSENT = frozenset({errno.ESRCH, errno.ENOENT})
-_NO_UNICAST = frozenset({errno.EINVAL, errno.EAFNOSUPPORT})
-"""The kernel's answers to a real server whose address is not that of a single host."""
-
-
 class VirtualServers:
-    """Reads and writes virtual servers. Safe to use from several threads."""
+    """Reads and writes virtual servers. Thread-safe."""
 
     def __init__(self) -> None:
         """Raises HostError if the kernel has no IPVS."""
@@ -170,8 +165,8 @@ class VirtualServers:
     def write(self, operations: Sequence[Operation]) -> list[PutDestination]:
         """Execute *operations* in order. Return the real servers with unusable addresses.
 
-        Deletions of missing objects succeed. Raises HostError about the first other refusal, after all
-        others are done.
+        Deletions of missing objects succeed. Raises HostError for the first other refusal, after executing
+        all operations.
         """
         unusable: list[PutDestination] = []
         for refusal in self._exchange([messages.encode(operation) for operation in operations]):

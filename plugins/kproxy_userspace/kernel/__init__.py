@@ -1,4 +1,1 @@
-"""All input and output of the mode in the proxy's process: rules, ports, conntrack and relay workers.
-
-Decisions about what must be open or written do not belong here.
-"""
+"""Input and output of the mode in the proxy's process. Decides nothing about what to open or write."""

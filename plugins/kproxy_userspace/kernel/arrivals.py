@@ -1,6 +1,6 @@
-"""Clients on their way to relays without portals.
+"""Clients that are still connecting to relays without portals.
 
-Conntrack directs a client's packets to the destination of its first one. A SYN that is repeated a minute
+Conntrack sends a client's packets to the destination of its first one. A SYN that is retransmitted a minute
 later still reaches the relay, which must listen then, or the client is refused.
 """
 
@@ -31,7 +31,7 @@ _SOCKETS: Final = {Family.IPV4: "/proc/thread-self/net/tcp", Family.IPV6: "/proc
 
 
 class UnansweredFlow(NamedTuple):
-    """A UDP flow to a relay that has had no answer."""
+    """A UDP flow to a relay, without an answer yet."""
 
     frontend: Frontend
     """The address and port that the client dialled."""
@@ -63,7 +63,7 @@ def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
 
 
 def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, UnansweredFlow]:
-    """Return the UDP flows to these *ports* of relays that have had no answer, by id. Raises HostError.
+    """Return the UDP flows to these *ports* of relays without an answer yet, by id. Raises HostError.
 
     The kernel forgets such a flow 30 seconds after its last datagram.
     """
@@ -84,7 +84,7 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
 
 
 def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:
-    """Return whether the client may still reach the relay, as each of UDP may."""
+    """Return whether the client may still reach the relay; true for UDP."""
     if flow.protocol == Protocol.UDP:
         return True
     rest = netlink.attributes(flow.data, flow.start, flow.end)
@@ -94,7 +94,7 @@ def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:
 def _relayed(
     family: Family, ports: Iterable[LocalPort], listed: Iterable[ctnetlink.TrackedFlow]
 ) -> Iterator[tuple[ctnetlink.TrackedFlow, LocalPort]]:
-    """Yield the flows that portals have led to *ports* of this node, each with its port. Raises HostError."""
+    """Yield the flows that portals redirected to local *ports*, each with its port. Raises HostError."""
     relays: dict[tuple[int, bytes], LocalPort] = {
         (port.protocol, port.number.to_bytes(2, "big")): port for port in ports}
     local = node_addresses()

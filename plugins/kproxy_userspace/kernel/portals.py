@@ -27,6 +27,10 @@ from kproxy_xtables.rules import ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
+_WITH_JUMPS = {(jump.table, jump.chain) for jump in JUMPS}
+_COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
+
+
 # Bridges whose packets iptables sees while they are on a port (br_netfilter, linux/if_link.h).
 
 _RTM_GETLINK: Final = 18
@@ -70,14 +74,10 @@ def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bo
     return everywhere or attributes(info[_INFO_DATA])[_NF_CALL[family]] != b"\0"
 
 
-# Portals in the kernel, written by iptables, or over netlink on a machine without iptables.
-
-_WITH_JUMPS = {(jump.table, jump.chain) for jump in JUMPS}
-_COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
-
+# Portals.
 
 class Portals:
-    """The redirections of one family: none, where relays are bound to the ports of Services."""
+    """The portals of one family. This class has none: relays are bound to the ports of Services."""
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         """Replace all portals by *redirects*. Raises HostError."""
@@ -86,13 +86,13 @@ class Portals:
         """Delete some portals and add others. Raises HostError."""
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
-        """Return how many rules or elements the kernel has too few or too many. Raises HostError."""
+        """Return the number of missing and surplus rules or elements in the kernel. Raises HostError."""
         return 0
 
     def withdraw(self) -> list[str]:
         """Delete all portals and return a line for each deleted object. Raises HostError.
 
-        One rule that needs connection tracking is kept. Without any, the kernel would stop translating the
+        Keeps one rule that needs connection tracking. Without any, the kernel would stop translating the
         family's established connections, those of other modes too.
         """
         return []
@@ -142,8 +142,8 @@ class IptablesPortals(Portals):
 def may_have_portals(tables: Tables) -> bool:
     """Return whether a chain of the mode exists, without reading other modes' rules. Raises HostError.
 
-    All chains of one table are created and deleted together. For legacy programs the answer is True, because
-    they create a table when asked for one of its chains.
+    All chains of one table are created and deleted together. True for legacy programs, because they create a
+    table when asked for one of its chains.
     """
     ours = (("filter", NON_LOCAL), ("nat", PORTAL_CHAINS[0]))
     return not tables.variant.nft or any(tables.has_chain(*chain) for chain in ours)
@@ -241,10 +241,10 @@ def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | Non
 
 
 def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = None) -> Portals:
-    """Return the portals to relays *at* an address, None: at every one, by iptables or without a program.
+    """Return the portals to relays *at* an address (None: every one), by iptables or else over netlink.
 
-    Its processes are remembered in *own*. Raises Unsupported if none works, SyncFailed if that is unknown,
-    mostly because another program holds the xtables lock.
+    *own* gets its processes. Raises Unsupported if neither works, SyncFailed if that is unknown, mostly
+    because another program holds the xtables lock.
     """
     problems = []
     try:

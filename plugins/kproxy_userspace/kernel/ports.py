@@ -1,4 +1,4 @@
-"""Local ports: those of relays, and reservations that keep other programs from a frontend's port."""
+"""Local ports: those of relays, and reservations of the ports of frontends."""
 
 import errno
 import random
@@ -43,7 +43,7 @@ def bind_socket(family: Family, at: Frontend, *, shared: bool) -> socket.socket:
 
 
 class Reservations:
-    """Sockets of one family that keep other programs from the ports of frontends on this node."""
+    """Sockets of one family that prevent other programs from binding the ports of frontends."""
 
     def __init__(self, family: Family) -> None:
         self._family = family

@@ -1,4 +1,4 @@
-"""The relay workers, as the proxy sees them: processes that obey orders, and are replaced when they exit."""
+"""The worker processes of the proxy. A worker that exits is replaced."""
 
 import os
 import socket
@@ -73,7 +73,7 @@ def _exchange(
     """
     answers: dict[Worker, list[Any]] = {}
     problem = ""
-    for are_sent in (False, True):  # All workers obey at the same time.
+    for are_sent in (False, True):  # All workers work at the same time.
         for worker, commands in messages:
             if commands:
                 try:
@@ -90,6 +90,8 @@ def _exchange(
 
 
 class WorkerPool:
+    """All workers of the proxy, and the relays that each serves."""
+
     def __init__(self, count: int, settings: WorkerSettings) -> None:
         """Start no worker yet. *count* 0 means one for each processor that this process may use."""
         self._count = count or len(os.sched_getaffinity(0))
@@ -102,9 +104,9 @@ class WorkerPool:
     def serve(self, changes: Mapping[int, Serve | None]) -> dict[int, str]:
         """Serve relays as ordered, by number; None closes one. Return those that failed, with the reason.
 
-        Relays with affinity of one service port are served by one worker, which alone knows the clients'
-        endpoints. Workers that have exited are replaced first. Raises SyncFailed, after which the state of
-        every relay is unknown.
+        One worker serves all relays with affinity of one service port, because it alone knows the clients'
+        endpoints. Replaces exited workers first. Raises SyncFailed, after which the state of every relay is
+        unknown.
         """
         with self._ordering:
             for relay, serve in changes.items():
@@ -143,11 +145,11 @@ class WorkerPool:
         return [wire.Count(*each) for each in self._ask(wire.ReportCounts())]
 
     def kept(self, client: str) -> dict[int, Endpoint]:
-        """Return the endpoints that affinity gives *client*, by relay. From any thread."""
+        """Return the endpoints of the affinity of *client*, by relay. From any thread."""
         return dict(self._ask(wire.Recall(client)))
 
     def _ask(self, question: wire.ReportCounts | wire.Recall) -> list[Any]:
-        """Return the answers of all workers that run. The next sync replaces those that do not answer."""
+        """Return the answers of all running workers. The next sync replaces those that do not answer."""
         with self._ordering:
             answers, _ = _exchange([(worker, [question]) for worker in self._workers if worker.is_running])
         return [each for answer in answers.values() for each in answer]

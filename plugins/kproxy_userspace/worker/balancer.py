@@ -12,7 +12,7 @@ from kproxy_userspace.names import Endpoint
 class Clients(dict[str, tuple[Endpoint, float]]):
     """The endpoints of clients with affinity, and the times of their last connections.
 
-    Shared by the relays of one service port, whose frontends lead a client to the same endpoint.
+    Shared by the relays of one service port: all of its frontends give a client the same endpoint.
     """
 
     __slots__ = ("__weakref__", "seconds")
@@ -29,7 +29,7 @@ class Clients(dict[str, tuple[Endpoint, float]]):
 
 
 class Balancer:
-    """Hands out endpoints in turn. A client with affinity keeps its own until it is removed or times out."""
+    """Chooses endpoints in turn. A client with affinity keeps its own until it is removed or times out."""
 
     def __init__(self, shuffle: Callable[[list[Endpoint]], None]) -> None:
         self.endpoints: list[Endpoint] = []
@@ -37,7 +37,7 @@ class Balancer:
         self._next = 0
         self._clients: Clients | None = None
         self._may_keep: frozenset[Endpoint] = frozenset()
-        """Endpoints that a client may keep: one that another relay remembered may not be among this one's."""
+        """Endpoints that a client may keep: another relay may have remembered one that this relay lacks."""
 
     def set_endpoints(self, endpoints: Sequence[Endpoint], clients: Clients | None) -> list[Endpoint]:
         """Use these *endpoints* from now on; no *clients*: without affinity. Return the removed ones."""
@@ -73,7 +73,7 @@ class Balancer:
         return chosen
 
     def kept(self, client: str, now: float) -> Endpoint | None:
-        """Return the endpoint that affinity gives *client*."""
+        """Return the endpoint of the affinity of *client*."""
         if self._clients is None:
             return None
         endpoint, since = self._clients.get(client, (None, 0.0))

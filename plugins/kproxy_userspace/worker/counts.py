@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableSequence
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.wire import Count, Dialled
 
-# Counters of a relay worker, in memory that it shares with the proxy: reading them costs no message.
+# Counters in shared memory: reading them costs no message.
 
 Counts = MutableSequence[int]
 """One worker's counts, indexed by `Counter`. Only its own thread writes."""
@@ -19,7 +19,7 @@ _WORD = 8
 
 
 class Counter(enum.IntEnum):
-    """The places of counts. `inspection.metrics` describes each."""
+    """Indices of counts. `kproxy_userspace.metrics` describes each."""
 
     CONNECTIONS = 0
     ACCEPTED = 1
@@ -35,7 +35,7 @@ class Counter(enum.IntEnum):
 
 
 GAUGES = (Counter.CONNECTIONS, Counter.FLOWS)
-"""Counts that end with their worker. All others only grow."""
+"""Counts that end with their worker. All others are cumulative."""
 
 
 def make_counts() -> int:
@@ -51,20 +51,20 @@ def open_counts(fd: int) -> Counts:
     return counts
 
 
-# Connections to endpoints by the frontend that was dialled, those of them that failed, and handshakes.
+# Connections, failures and handshakes by frontend and endpoint.
 
 MADE, REFUSED, UNANSWERED, RESET, _HANDSHAKES = range(5)
-"""Places in `Count.numbers`. The module of `api.Failure` and `api.Handshake` is too large to import here."""
+"""Indices in `Count.numbers`. The module of `Failure` and `Handshake` is too large to import here."""
 
 _FAILURES = {errno.ECONNREFUSED: REFUSED, errno.ECONNRESET: RESET, errno.EPIPE: RESET}
 
 _BOUNDS = (250_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000, 256_000_000, 1_000_000_000)
-"""Those of `api.Handshake` in nanoseconds."""
+"""Bounds of `Handshake` in nanoseconds."""
 _SUM = _HANDSHAKES + len(_BOUNDS) + 1
 _NONE = (0,) * (_SUM + 1)
 
 Numbers = list[int]
-"""Those of a pair of frontend and endpoint, at the places above; the sum in nanoseconds."""
+"""Numbers of a pair of frontend and endpoint, at the indices above; the sum in nanoseconds."""
 
 
 class Tally:
@@ -72,10 +72,10 @@ class Tally:
 
     def __init__(self) -> None:
         self.begun: list[FrontendCounts] = []
-        """Those that are not empty."""
+        """Counts that are not empty."""
 
     def report(self) -> list[Count]:
-        """Return all counts, and begin again at 0. Pairs without any are dropped."""
+        """Return all counts, and restart at 0. Drops pairs without any."""
         counts = [count for counted in self.begun for count in counted.report()]
         self.begun = [counted for counted in self.begun if counted]
         return counts
@@ -84,8 +84,8 @@ class Tally:
 class FrontendCounts(dict[Endpoint, Numbers]):
     """The connections to one frontend, by endpoint.
 
-    Numbers are looked up for each use, which begins them: a report may have dropped them. A dictionary finds
-    them without a call of Python code, most of which is not in the processor's caches for a new connection.
+    Numbers are looked up, and created, for each use: a report may have dropped them. A dictionary needs no
+    call of Python code, most of which is not in the processor's caches for a new connection.
     """
 
     __slots__ = ("_frontend", "_tally")
@@ -108,7 +108,7 @@ class FrontendCounts(dict[Endpoint, Numbers]):
         numbers[_SUM] += nanoseconds
 
     def report(self) -> Iterator[Count]:
-        """Yield all counts, and begin again at 0. Endpoints without any are dropped."""
+        """Yield all counts, and restart at 0. Drops endpoints without any."""
         for endpoint, numbers in list(self.items()):
             if any(numbers):
                 numbers[_SUM] //= 1000
@@ -119,5 +119,5 @@ class FrontendCounts(dict[Endpoint, Numbers]):
 
 
 def failure_of(error: int) -> int:
-    """Return the place of the failure of an attempt that ended with *error*; 0: it timed out."""
+    """Return the index of the failure of an attempt that ended with *error*; 0: it timed out."""
     return _FAILURES.get(error, UNANSWERED)

@@ -22,7 +22,7 @@ class Watched(Protocol):
 
 
 class Timeouts:
-    """Calls that are all made after the same delay, so that a queue keeps them in order."""
+    """Calls with the same delay, so that a queue keeps them in order."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -40,7 +40,7 @@ class Events:
         self.epoll = select.epoll()
         self.watched: dict[int, Watched] = {}
         self.again: deque[Callable[[], None]] = deque()
-        """Calls by which those with more to do continue after other events."""
+        """Calls to continue unfinished work after other events."""
         self.stopped = False
         self._timeouts: dict[float, Timeouts] = {}
         self._closing: list[socket.socket] = []
@@ -84,7 +84,7 @@ class Events:
     def _call(self, now: float) -> None:
         """Make the calls that were due at *now*.
 
-        All events up to then have been handled, so a lack of CPU time here causes no timeout.
+        All earlier events have been handled, so a lack of CPU time here causes no timeout.
         """
         for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting

@@ -32,17 +32,24 @@ from kproxy_userspace.worker.relays import (
 )
 from kproxy_userspace.worker.wire import WorkerSettings
 
-# Capabilities of a worker, which handles the bytes of clients (linux/capability.h).
+_EXPIRY_SECONDS = 30.0
+"""Interval in seconds at which expired affinity entries are dropped."""
+
+_DESCRIPTORS = 1 << 19
+"""Desired limit of file descriptors. kube-proxy used 64000."""
 
 _VERSION_3 = 0x20080522
 _NET_BIND_SERVICE = 1 << 10
 _SETS = struct.Struct("=6I")
-"""Effective, permitted and inheritable, of the capabilities 0 to 31; then of the others."""
+"""Effective, permitted and inheritable sets of the capabilities 0 to 31, then of the others."""
 _PR_SET_NO_NEW_PRIVS = 38
 
 
 def drop_capabilities() -> None:
-    """Keep at most CAP_NET_BIND_SERVICE, which the ports of Services may need, for good. Raises OSError."""
+    """Keep at most CAP_NET_BIND_SERVICE, which the ports of Services may need. Raises OSError.
+
+    A worker handles the bytes of clients (linux/capability.h).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("=Ii", _VERSION_3, 0)
     sets = ctypes.create_string_buffer(_SETS.size)
@@ -57,19 +64,13 @@ def _check(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-# The relay worker's program: one event loop that obeys orders from a socket.
-#
-# A worker is a fresh interpreter that imports little, so it is small. All workers listen on the same
-# ports (SO_REUSEPORT), and the kernel distributes the clients.
-
-_EXPIRY_SECONDS = 30.0
-"""Interval at which expired affinity entries are dropped."""
-
-_DESCRIPTORS = 1 << 19
-"""Wanted limit of file descriptors. kube-proxy asked for 64000."""
-
-
 class RelayWorker:
+    """Serves the relays of one worker process, as ordered by the proxy.
+
+    A worker is a new interpreter that imports little, so it is small. All workers listen on the same ports
+    (SO_REUSEPORT), and the kernel distributes the clients.
+    """
+
     def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
         self._control = control
         self._settings = settings
@@ -79,7 +80,7 @@ class RelayWorker:
         self._tally = Tally()
         self._relays: dict[int, TcpListener | UdpRelay] = {}
         self._clients = WeakValueDictionary[int, Clients]()
-        """Those that affinity gives endpoints, by service port."""
+        """Clients with affinity, by service port."""
 
     def run(self) -> None:
         """Serve until the proxy closes the control socket."""
@@ -109,7 +110,7 @@ class RelayWorker:
             self._events.stopped = True
 
     def _obey(self, command: wire.Command) -> Iterable[tuple[Any, ...]]:
-        """Return the part of the answer: what was asked for, or a relay that failed, with the reason."""
+        """Return the answer to one command: the requested values, or a failed relay with the reason."""
         match command:
             case wire.ReportCounts():
                 return self._tally.report()

@@ -16,21 +16,40 @@ from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counts import MADE, RESET, Counter, Counts, FrontendCounts, failure_of
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE, Events
 
-# Half-closed connections: one peer has sent FIN, the other may never do so.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors that mean a shortage of file descriptors or memory."""
 
+PIPE_SIZE = 1 << 19
+"""Limit in bytes for one call of splice(2). The default of pipe-max-size allows it to every user."""
+
+DIAL_SECONDS = (0.25, 0.5, 1.0, 2.0)
+"""Timeouts of the attempts to reach an endpoint (kube-proxy 1.25, proxysocket.go)."""
+
+BACKLOG = 4096
+
+LONGEST = 65535
+"""Size in bytes of the longest datagram. kube-proxy truncated datagrams at 4096."""
+
+
+# Resources that the relays of one worker share.
+
+_MOST_SPARE = 64
 _LONGEST_INTERVAL = 30.0
 
 
 class HalfClosed:
-    """The half-closed connections of one worker. Those that stay idle are reset."""
+    """The half-closed connections of one worker: one peer has sent FIN, the other may never do so.
+
+    Idle ones are reset.
+    """
 
     def __init__(self, events: Events, seconds: float) -> None:
-        """Reset a half-closed connection once it has moved no byte for *seconds*."""
+        """Reset a half-closed connection that has moved no byte for *seconds*."""
         self._seconds = seconds
         self._timer = events.timeouts(min(seconds / 4, _LONGEST_INTERVAL))
         self._is_scheduled = False
         self._idle: dict[Connection, tuple[int, float]] = {}
-        """Bytes moved when last checked, and the time since which there are no more."""
+        """Bytes moved at the last check, and the time since which no more were moved."""
 
     def add(self, connection: "Connection") -> None:
         """Start the timeout of *connection*, unless it is running."""
@@ -55,17 +74,6 @@ class HalfClosed:
             elif now - since >= self._seconds:
                 connection.time_out()  # It discards itself.
         self._schedule()
-
-
-# The resources shared by the relays of one worker: lent descriptors, the event loop, counters.
-
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors that mean a shortage of file descriptors or memory."""
-
-PIPE_SIZE = 1 << 19
-"""Bytes that one call moves at most. The default of pipe-max-size allows it to every user."""
-
-_MOST_SPARE = 64
 
 
 class Pipe(NamedTuple):
@@ -98,7 +106,7 @@ class Pipes:
 
 
 class DialSockets:
-    """Sockets to dial with. One is kept in reserve, so that every client that is accepted can be served."""
+    """Sockets to dial with. One is kept in reserve, so that every accepted client can be served."""
 
     def __init__(self) -> None:
         self._reserve: dict[int, socket.socket] = {}
@@ -127,29 +135,21 @@ class Resources(NamedTuple):
     half_closed: HalfClosed
 
 
-# TCP relaying: a connection is two directions, each of which copies small messages and splices large
-# ones.
-#
-# A read that fills the whole buffer is a sign of bulk data, which from then on never enters the process.
-# A small message costs two system calls and no pipe.
+# TCP.
 
-DIAL_SECONDS = (0.25, 0.5, 1.0, 2.0)
-"""Timeouts of the attempts to reach an endpoint (kube-proxy 1.25, proxysocket.go)."""
-
-BACKLOG = 4096
 _ACCEPTED_AT_ONCE = 64
 _CHUNK = 16 << 10
 _BUDGET = 2 << 20
-"""Bytes that a direction moves before others run."""
+"""Limit in bytes for what a direction moves before others run."""
 
 _KEEPALIVE_SECONDS = 60
 _PAUSE = 0.1
-"""Seconds to wait after descriptors or memory ran out."""
+"""Delay in seconds after descriptors or memory ran out."""
 
 _RESET = struct.pack("ii", 1, 0)
 _SPLICE = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
-# Plain numbers, because these are used for each message.
+# Plain integers, because these are used for each message.
 _CONNECTIONS, _ACCEPTED = int(Counter.CONNECTIONS), int(Counter.ACCEPTED)
 _BYTES_UP, _BYTES_DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
 
@@ -163,7 +163,7 @@ class TcpListener:
         self.counts = shared.counts
         self.events = shared.events
         self.connections: set[Connection] = set()
-        """The established ones."""
+        """Established connections."""
         self.counted: FrontendCounts | None = None
         """None: connections are not counted."""
         self.family = int(sock.family)
@@ -194,7 +194,7 @@ class TcpListener:
                     self.events.epoll.modify(sock.fileno(), 0)
                     self.events.timeouts(_PAUSE).call(self._accept_again)
                     return False
-                continue  # This client has gone; accept(2) lists many reasons.
+                continue  # This client disconnected; accept(2) lists many reasons.
             Connection(self, client, address[0]).dial()
         return True
 
@@ -210,7 +210,11 @@ class TcpListener:
 
 
 class Direction:
-    """Bytes on their way from one socket to the other."""
+    """The bytes from one socket of a connection to the other: small messages are copied, large ones spliced.
+
+    A read that fills the whole buffer indicates bulk data, which from then on never enters the process. A
+    small message costs two system calls and no pipe.
+    """
 
     __slots__ = (
         "_bulk", "_connection", "_counter", "_data", "_filled", "_pipe", "_source", "_target", "ended",
@@ -229,12 +233,12 @@ class Direction:
         self._filled = 0
         self._bulk = False
         self.ended = False
-        """The source has sent FIN, and it was passed on."""
+        """The source has sent FIN, which was forwarded."""
         self.moved = 0
         """Bytes read so far."""
 
     def pump(self) -> None:
-        """Move bytes until a side must be waited for. Raises OSError if a side is broken."""
+        """Move bytes until one side blocks. Raises OSError if a side is broken."""
         source, target = self._source, self._target
         counts = self._connection.listener.counts
         budget = _BUDGET
@@ -406,7 +410,7 @@ class Connection:
         self.reset()
 
     def _broken(self) -> None:
-        """Pass on a reset by either peer."""
+        """Forward a reset by either peer."""
         self._count_failure(RESET)
         self.reset()
 
@@ -482,24 +486,21 @@ class Connection:
         self.dial()
 
     def _count_failure(self, place: int) -> None:
-        """Count the failure of the attempt or the connection; see `attribution`."""
+        """Count the failure of the attempt or the connection; see `counts`."""
         if self._counted is not None and self.endpoint is not None:
             self._counted[self.endpoint][place] += 1
 
 
-# UDP relaying: each client has a flow, with a socket of its own to its endpoint, until it is idle.
-
-LONGEST = 65535
-"""Bytes of the longest datagram. kube-proxy cut datagrams at 4096."""
+# UDP.
 
 _AT_ONCE = 64
-"""Datagrams of one socket before other events are handled."""
+"""Limit for the datagrams of one socket before other events are handled."""
 
 _BUFFER = 1 << 20
-"""Bytes that a relay's socket may hold, if the kernel allows it, so that bursts are not lost."""
+"""Size in bytes of a relay's receive buffer, if the kernel allows it, so that bursts are not lost."""
 
 _ANSWER_SECONDS = 5.0
-"""Timeout of an answer, as of resolvers: a client that awaits one is not idle. kube-proxy lost it."""
+"""Timeout in seconds of an answer, as in resolvers: a client that awaits one is not idle."""
 
 _IP_PKTINFO = 8
 _LINK_LOCAL = b"\xfe\x80"
@@ -515,7 +516,7 @@ class FlowKey(NamedTuple):
 
 
 class UdpRelay:
-    """The socket of one UDP service port in one worker, and its flows."""
+    """The socket of one UDP service port in one worker, and a flow for each client until it is idle."""
 
     def __init__(
         self, sock: socket.socket, balancer: Balancer, shared: Resources, idle_seconds: float
@@ -530,7 +531,7 @@ class UdpRelay:
         self.family = sock.family
         self._unspecified = bytes(4 if self.family == socket.AF_INET else 16)
         self._local = slice(4, 8) if self.family == socket.AF_INET else slice(16)
-        """The place of the address in struct in_pktinfo (ipi_spec_dst) or in6_pktinfo."""
+        """Position of the address in struct in_pktinfo (ipi_spec_dst) or in6_pktinfo."""
         self._sock = sock
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
@@ -565,7 +566,7 @@ class UdpRelay:
             self.counts[_DATAGRAMS_DOWN] += 1
 
     def drop_flows(self, removed: Collection[Endpoint]) -> None:
-        """Give each client of a *removed* endpoint another one with its next datagram."""
+        """Move each client of a *removed* endpoint to another one with its next datagram."""
         for flow in [flow for flow in self.flows.values() if flow.endpoint in removed]:
             flow.retire()
 
@@ -594,7 +595,7 @@ class UdpRelay:
 
 
 class ClientFlow:
-    """One client of one UDP service port, and its endpoint."""
+    """The flow of one client of a UDP service port, with a socket of its own to its endpoint."""
 
     __slots__ = ("_asked", "_key", "_last", "_relay", "_sock", "endpoint")
 
@@ -605,7 +606,7 @@ class ClientFlow:
         self.endpoint = endpoint
         self._last = time.monotonic()
         self._asked = False
-        """An answer may be on its way."""
+        """An answer may still arrive."""
         relay.counts[Counter.FLOWS] += 1
         relay.events.watch(sock.fileno(), self, READ)
         relay.timeouts.call(self._close_if_idle)
@@ -638,7 +639,7 @@ class ClientFlow:
             self._relay.reply(data, self._key)
 
     def retire(self) -> None:
-        """Deliver only answers that are on their way. The client's next datagram starts another flow."""
+        """Deliver only answers that may still arrive. The client's next datagram starts another flow."""
         del self._relay.flows[self._key]
         self._relay.events.timeouts(_ANSWER_SECONDS).call(self.close)
 

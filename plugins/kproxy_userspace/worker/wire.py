@@ -50,7 +50,7 @@ class ReportCounts(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """A request for the endpoints that affinity gives a client, by relay."""
+    """A request for the endpoints of a client's affinity, by relay."""
 
     client: str
 
@@ -61,7 +61,7 @@ class Count(NamedTuple):
     frontend: Dialled
     endpoint: Endpoint
     numbers: tuple[int, ...]
-    """All connections, those that failed by `api.Failure`, and handshakes by `api.Handshake`."""
+    """Number of connections, of those that failed by `Failure`, and of handshakes by `Handshake`."""
 
 
 class Close(NamedTuple):
