@@ -236,10 +236,6 @@ def _flow_tuple(value: bytes | None) -> tuple[int, FlowTuple] | None:
 
 
 # Socket filters (classic BPF) that drop announcements of ended flows before they wake their reader.
-#
-# Offsets are those of ctnetlink (net/netfilter/nf_conntrack_netlink.c): the netlink header of 16 bytes,
-# that of nfnetlink, and the tuples of both directions without padding between them. Where a tuple is laid
-# out otherwise, as in a zone, the values compared differ, and the announcement is received.
 
 _SET, _SET_X, _A_TO_X = 0x00, 0x01, 0x07
 _LOAD_HALF, _LOAD_BYTE, _LOAD_BYTE_BEHIND_X = 0x28, 0x30, 0x50
@@ -263,7 +259,7 @@ RESETS: Final = (
 
 
 def _unless_equal(pairs: Iterable[tuple[int, int, int]]) -> list[Do]:
-    """Accept if two values differ. *pairs*: the kind of load, and where one and the other are."""
+    """Return the steps that accept if two values differ. *pairs*: the kind of load, and both offsets."""
     return [
         step for load, one, other in pairs
         for step in (Do(load, 0, 0, one), Do(_A_TO_X, 0, 0, 0), Do(load, 0, 0, other),
@@ -271,9 +267,14 @@ def _unless_equal(pairs: Iterable[tuple[int, int, int]]) -> list[Do]:
     ] + [DROP]  # fmt: skip
 
 
-# Address and port, as the client dialled them, and of the socket that answers.
 _IPV4 = _unless_equal([(LOAD_WORD, 40, 84), (_LOAD_HALF, 68, 112)])
 _IPV6 = _unless_equal([*((LOAD_WORD, at, at + 56) for at in (52, 56, 60, 64)), (_LOAD_HALF, 92, 160)])
+"""Address and port of the dialled socket and of the one that answers.
+
+Offsets are those of ctnetlink (net/netfilter/nf_conntrack_netlink.c): the netlink header of 16 bytes, that of
+nfnetlink, and the tuples of both directions without padding. With another layout of a tuple, as in a zone,
+the values differ, and the announcement is received.
+"""
 
 TRANSLATED: Final = (
     Do(_LOAD_BYTE, 0, 0, _FAMILY), Do(JUMP_IF_EQUAL, 0, len(_IPV4), socket.AF_INET), *_IPV4, *_IPV6,
