@@ -67,7 +67,7 @@ def unprivileged(code: str) -> str:
     imports = (
         "import os, subprocess\n"
         "from kproxy_core.linux import programs\n"
-        "from kproxy_core.linux.trial import ask\n"
+        "from kproxy_core.linux.trial import run_in_child\n"
     )
     return subprocess.run(
         as_nobody(sys.executable, "-c", f"{imports}{code}"),
@@ -79,7 +79,7 @@ def test_an_unprivileged_user_gets_a_user_namespace() -> None:
     code = (
         "def question(namespace):\n"
         "    return namespace.enter(), subprocess.run(['nft', 'add table ip kpt-trial']).returncode\n"
-        "print(os.geteuid(), ask(question))"
+        "print(os.geteuid(), run_in_child(question))"
     )
     assert unprivileged(code) == f"{NOBODY} ('', 0)\n"
 
@@ -89,6 +89,6 @@ def test_a_user_namespace_can_be_entered_right_after_programs_were_run() -> None
     code = (
         "def question(namespace):\n"
         "    return list(programs.lines('true')), namespace.enter()\n"
-        "print(*{ask(question)[1] for _ in range(50)}, sep=' or ')"
+        "print(*{run_in_child(question)[1] for _ in range(50)}, sep=' or ')"
     )
     assert unprivileged(code) == "\n"
