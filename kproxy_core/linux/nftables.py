@@ -67,7 +67,7 @@ _RECEIVE_SPACE = 8 << 20
 _ANNOUNCEMENT_SPACE = 8 << 20
 """Limit in bytes for pending notifications. If a foreign flush is larger, the loss is noticed instead."""
 
-_NFNLGRP_NFTABLES = 7
+_COMMITS_GROUP = 7  # NFNLGRP_NFTABLES
 _NEWGEN, _GETGEN = 15, 16
 _GEN_ID, _GEN_PID, _GEN_NAME = 1, 2, 3
 
@@ -76,7 +76,7 @@ class TransactionRefused(HostError):
     """The kernel refused a transaction, and did nothing of it."""
 
 
-class NftablesSocket:
+class RulesetSocket:
     """A netlink socket to nf_tables in the network namespace of the thread that opened it.
 
     Transactions are thread-safe, reads are not.
@@ -244,7 +244,7 @@ def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
 
 
 class _Shared(NamedTuple):
-    connection: NftablesSocket
+    connection: RulesetSocket
     users: list[object]
 
 
@@ -265,7 +265,7 @@ class Writer:
         self._namespace = os.stat("/proc/thread-self/ns/net").st_ino
         with _sharing:
             if self._namespace not in _shared:
-                _shared[self._namespace] = _Shared(NftablesSocket.open(), [])
+                _shared[self._namespace] = _Shared(RulesetSocket.open(), [])
             self.connection, users = _shared[self._namespace]
             users.append(self)
 
@@ -405,7 +405,7 @@ class CommitWatch(NotificationThread):
         self._changes: Counter[Change] = Counter()
         """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
-            netlink.NETLINK_NETFILTER, groups=(_NFNLGRP_NFTABLES,), ignore=ignore,
+            netlink.NETLINK_NETFILTER, groups=(_COMMITS_GROUP,), ignore=ignore,
             receive_space=_ANNOUNCEMENT_SPACE)
         super().__init__(name, sock, self._receive)
 

@@ -25,7 +25,7 @@ from kproxy_core.linux.nft_rules import (
     source_address,
 )
 from kproxy_core.linux.nft_tables import OWNER, Chain, Command, Hook, Table
-from kproxy_core.linux.nftables import NftablesSocket
+from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.model.address import Address, Family, Protocol, family_of
 from kproxy_core.model.service import Destination
 
@@ -117,7 +117,7 @@ class Match(NamedTuple):
     """None: any."""
 
 
-def open_table(name: str, matches: Sequence[Match]) -> NftablesSocket:
+def open_table(name: str, matches: Sequence[Match]) -> RulesetSocket:
     """Create the table *name*, which exists until the connection is closed. Raises HostError."""
     commands: list[Command] = []
     for family in dict.fromkeys(match.family for match in matches):
@@ -125,7 +125,7 @@ def open_table(name: str, matches: Sequence[Match]) -> NftablesSocket:
         of_family = [match for match in matches if match.family is family]
         commands += [table.create(), *table.write(marking_chains(of_family))]
     with doing("write rules that trace packets"):
-        connection = NftablesSocket.open()
+        connection = RulesetSocket.open()
         try:
             connection.run(commands)
         except BaseException:

@@ -11,7 +11,7 @@ from kproxy_core.linux import messages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import text_attribute
 from kproxy_core.linux.nft_tables import Table, completion
-from kproxy_core.linux.nftables import NftablesSocket, table_exists
+from kproxy_core.linux.nftables import RulesetSocket, table_exists
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -79,7 +79,7 @@ class Counting:
         found: list[Connections] = []
         table = counting.counting_table(family, ipvs=self._ipvs)
         try:
-            with NftablesSocket.to(f"read table {table.where}") as connection:
+            with RulesetSocket.to(f"read table {table.where}") as connection:
                 for name in (counting.CONNECTIONS, counting.REJECTED):
                     container = messages.payload(
                         family, text_attribute(messages.TABLE_NAME, table.name),
@@ -123,9 +123,9 @@ class Counting:
             with self._writing(family) as connection:
                 connection.run(commands)
 
-    def _writing(self, family: Family) -> AbstractContextManager[NftablesSocket]:
+    def _writing(self, family: Family) -> AbstractContextManager[RulesetSocket]:
         table = counting.counting_table(family, ipvs=self._ipvs)
-        return NftablesSocket.to(f"change table {table.where}", self._own)
+        return RulesetSocket.to(f"change table {table.where}", self._own)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -154,6 +154,6 @@ def delete_table(table: Table, *, dry_run: bool) -> list[str]:
     if not table_exists(table.family, table.name):
         return []
     if not dry_run:
-        with NftablesSocket.to(f"delete table {table.where}") as connection:
+        with RulesetSocket.to(f"delete table {table.where}") as connection:
             connection.run([table.delete()])
     return [f"table {table.where}"]

@@ -18,7 +18,7 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
 from kproxy_core.linux.netlink import RequestError
 from kproxy_core.linux.nft_tables import Command, HeldTable
-from kproxy_core.linux.nftables import NftablesSocket, TransactionRefused, Writer, table_exists
+from kproxy_core.linux.nftables import RulesetSocket, TransactionRefused, Writer, table_exists
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import complete, parse_counters
 from kproxy_nftables import batch
@@ -38,7 +38,7 @@ class Kernel:
     """
 
     def __init__(self) -> None:
-        self._opened: NftablesSocket | None = None
+        self._opened: RulesetSocket | None = None
         self._writer: Writer | None = None
         self.own_ports: set[int] = set()
         """Netlink port ids from which this process changes rules."""
@@ -225,13 +225,13 @@ class Kernel:
             except FileNotFoundError:
                 return None
 
-    def _connection(self) -> NftablesSocket:
+    def _connection(self) -> RulesetSocket:
         if self._opened is None:
             with self._failures_named():
-                self._opened = NftablesSocket.open()
+                self._opened = RulesetSocket.open()
         return self._opened
 
-    def _writing(self) -> NftablesSocket:
+    def _writing(self) -> RulesetSocket:
         if self._writer is None:
             with self._failures_named():
                 self._writer = Writer()

@@ -19,7 +19,7 @@ from kproxy_core.linux.nft_tables import (
     completion,
     constants,
 )
-from kproxy_core.linux.nftables import NftablesSocket
+from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.linux.tracing import Match, marking_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
@@ -125,13 +125,13 @@ by_release = pytest.mark.parametrize("release", RELEASES, ids=str)
 
 
 def write(commands: list[Command]) -> None:
-    with NftablesSocket.open() as connection:
+    with RulesetSocket.open() as connection:
         connection.run(commands)
 
 
 def missing(case: Case) -> list[Command]:
     """Return the commands that bring the kernel to the table."""
-    with NftablesSocket.open() as connection:
+    with RulesetSocket.open() as connection:
         held = connection.read(
             case.table.family, case.table.name, [*case.contents, *constants(case.layout)])
     if held is not None:

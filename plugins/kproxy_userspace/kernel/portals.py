@@ -14,7 +14,7 @@ from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, attributes
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.nft_tables import HeldTable, completion
-from kproxy_core.linux.nftables import ABSENT, NftablesSocket
+from kproxy_core.linux.nftables import ABSENT, RulesetSocket
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
@@ -210,11 +210,11 @@ class NftPortals(Portals):
                 for element in connection.elements(self._family, TABLE, container.name)
             ]  # fmt: skip
 
-    def _held(self, connection: NftablesSocket) -> HeldTable | None:
+    def _held(self, connection: RulesetSocket) -> HeldTable | None:
         return connection.read(self._family, TABLE, [each.name for each in nft_maps(self._family)])
 
-    def _connected(self, what: str) -> AbstractContextManager[NftablesSocket]:
-        return NftablesSocket.to(f"{what} table {self._table.where}", self._own)
+    def _connected(self, what: str) -> AbstractContextManager[RulesetSocket]:
+        return RulesetSocket.to(f"{what} table {self._table.where}", self._own)
 
 
 def read_portals(family: Family) -> tuple[dict[ChainKey, list[str]], list[Redirect]]:

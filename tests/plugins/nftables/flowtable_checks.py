@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.linux.nft_tables import Layout, commands_text, constants, difference
-from kproxy_core.linux.nftables import NftablesSocket
+from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_core.testing.drivers.backend import BackendDriver
@@ -63,7 +63,7 @@ def test_messages_and_text_make_the_same_flowtable(family: Family) -> None:
         return skeleton.layout(node_view(family=family), (), {}, Extras(flowtable=devices))
 
     table, wanted = skeleton.table(family), layout("lo")
-    with NftablesSocket.open() as connection:
+    with RulesetSocket.open() as connection:
         connection.run(difference(table, layout(), None))
         connection.run(difference(table, wanted, connection.read(family, table.name, constants(wanted))))
         by_messages = nft("list", "table", family.ip, table.name)

@@ -16,7 +16,7 @@ from kproxy_core.linux.messages import transaction
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.nft_rules import jump
 from kproxy_core.linux.nft_tables import Chain, Command, Table, difference
-from kproxy_core.linux.nftables import NftablesSocket, TransactionRefused
+from kproxy_core.linux.nftables import RulesetSocket, TransactionRefused
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -581,12 +581,12 @@ def test_a_table_of_another_owner_is_refused_though_nothing_is_to_be_written(net
     table, layout = skeleton.table(Family.IPV4, owned=True), skeleton.layout(node, (), {})
     backend = NftablesBackend(BackendSettings(families=(Family.IPV4,), own_tables=True))
     assert backend.begin()
-    with NftablesSocket.open() as other:  # The kernel tells sockets apart, not processes.
+    with RulesetSocket.open() as other:  # The kernel tells sockets apart, not processes.
         other.run(difference(table, layout, None))
         with pytest.raises(SyncFailed, match=r"^table ip kproxy is owned by another process"):
             resync(backend, {}, node)
     assert resync(backend, {}, node).operations == 0
-    with NftablesSocket.open() as other, pytest.raises(TransactionRefused, match="Operation not permitted"):
+    with RulesetSocket.open() as other, pytest.raises(TransactionRefused, match="Operation not permitted"):
         other.run([table.delete()])
     backend.close()
 
