@@ -34,7 +34,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.kernel.port import Kernel, leave_to_rules, pinned_maps
+from kproxy_ebpf.kernel.maps import Kernel, leave_to_rules, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
 from kproxy_ebpf.render import preview, render_text
 from kproxy_ebpf.settings import read_settings
@@ -116,12 +116,6 @@ class EbpfBackend(LayeredBackend):
         """Return the base's rules and this mode's, and the maps as comments."""
         rules = self.base.render(update) or ""
         return rules + render_text(update)
-
-    def check_text(self, update: Update) -> str | None:
-        """Have libnftables check the base's rules, and then this mode's."""
-        from kproxy_core.linux.libnftables import complaint
-
-        return self.base.check_text(update) or complaint(render_text(update))
 
     def preview(self, update: Update) -> Preview:
         maps = preview(update, self._settings)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kproxy_core.contract import BackendError, BackendSettings, Leftovers
 from kproxy_ebpf import names
-from kproxy_ebpf.kernel.port import delete_tables, detach_pins, forget_connections, pins_of
+from kproxy_ebpf.kernel.maps import delete_tables, detach_pins, forget_connections, pins_of
 from kproxy_ebpf.settings import read_settings
 
 

@@ -16,7 +16,7 @@ from kproxy_core.linux.udp_sockets import udp_destruction_problem
 from kproxy_core.model.address import Family, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
-from kproxy_ebpf.kernel.port import namespace_cookie
+from kproxy_ebpf.kernel.maps import namespace_cookie
 from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
 from kproxy_ebpf.settings import Settings, read_settings
 from kproxy_ebpf.wanted import only_node_clients, wanted

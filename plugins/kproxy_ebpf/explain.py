@@ -11,7 +11,7 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.batch import address_key, parse_endpoint, parse_frontend, parse_peer
-from kproxy_ebpf.kernel.port import PinnedMaps
+from kproxy_ebpf.kernel.maps import PinnedMaps
 from kproxy_ebpf.kernel.sockets import stored_values
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, frontends_left_by_pods, only_node_clients, wanted

@@ -9,7 +9,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Applied, Difference, compare, contents
-from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.maps import Kernel
 from kproxy_ebpf.wanted import node_addresses
 
 _PART = 1000

@@ -58,7 +58,7 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 @hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
     """Mount the BPF file system where it is not mounted."""
-    from kproxy_ebpf.kernel.port import prepare
+    from kproxy_ebpf.kernel.maps import prepare
     from kproxy_ebpf.settings import read_settings
 
     prepare(read_settings(settings))

@@ -7,7 +7,7 @@ from kproxy_core.model.address import format_address, format_socket
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, compare, contents
-from kproxy_ebpf.kernel.port import pinned_maps
+from kproxy_ebpf.kernel.maps import pinned_maps
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, node_addresses, wanted
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kproxy_ebpf.kernel.port import detach_pins
+from kproxy_ebpf.kernel.maps import detach_pins
 from kproxy_ebpf.names import PROGRAMS
 from kproxy_iptables import names as iptables
 from kproxy_userspace.names import PORTAL_CHAINS

@@ -12,7 +12,7 @@ from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.kernel.port import Kernel, pinned_maps
+from kproxy_ebpf.kernel.maps import Kernel, pinned_maps
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from tests.plugins.explained import agrees, decided, questions

@@ -24,8 +24,8 @@ from kproxy_ebpf.batch import CONNECTED_UDP, client_key
 from kproxy_ebpf.cleanup import GRACE, cleanup, retire
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.family import FamilyState
-from kproxy_ebpf.kernel import bpf, port
-from kproxy_ebpf.kernel.port import Kernel, pinned_maps
+from kproxy_ebpf.kernel import bpf, maps
+from kproxy_ebpf.kernel.maps import Kernel, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.settings import Settings
 from tests.core.namespaces import Namespace, namespace
@@ -319,7 +319,7 @@ def test_a_start_removes_the_tables_of_an_older_kproxy(settings: Settings, compi
 def test_connected_udp_is_left_to_the_rules_where_sockets_cannot_be_destroyed(
     settings: Settings, compiled: Compiled, monkeypatch: pytest.MonkeyPatch, problem: str, translated: bool
 ) -> None:
-    monkeypatch.setattr("kproxy_ebpf.kernel.port.udp_destruction_problem", lambda: problem)
+    monkeypatch.setattr("kproxy_ebpf.kernel.maps.udp_destruction_problem", lambda: problem)
     kernel = Kernel(settings._replace(connected_udp=True))
     kernel.open(compiled)
     try:
@@ -416,7 +416,7 @@ def test_clients_that_were_away_for_the_timeout_need_no_room(kernel: Kernel) -> 
 def test_the_map_of_clients_with_affinity_is_bounded(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(port, "MOST_CLIENTS", 65536)
+    monkeypatch.setattr(maps, "MOST_CLIENTS", 65536)
     sync(kernel, STICKY)
     add_clients(kernel, [1] * 40000)
     kernel.make_room_for_clients()

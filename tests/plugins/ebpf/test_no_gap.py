@@ -17,7 +17,7 @@ from kproxy_core.testing.builders import endpoint_slice, full_update, node_view,
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.maps import Kernel
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from tests.core.namespaces import Namespace, namespace
