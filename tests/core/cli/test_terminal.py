@@ -61,7 +61,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_text() -> None:
 def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy_core.cli.modes.is_terminal", lambda: True)
     missing = Requirement("a warp drive", False, "none", "build one")
-    detection = Detection((Requirement("a moon", True, "full"), missing))
+    detection = Detection((Requirement("a moon", True, "full"), missing), "warp")
     warp = DescribedMode(Description("warp", "", (1, 0)), detection)
     text = formatted(Report({"kernel": "Linux"}, (warp,)), "text")
     assert f"warp         {bad('no     ')}     1/2  a warp drive" in text

@@ -240,8 +240,8 @@ def test_running_out_of_descriptors_is_survived() -> None:
     program = (
         "import resource, sys\n"
         "from kproxy_core.observe.server import HttpServer\n"
-        "from kproxy_core.observe.server import Answer\n"
-        "from tests.core import http_clients\n"
+        "from kproxy_core.observe.messages import Answer\n"
+        "from tests.core.observe import http_clients\n"
         "server = HttpServer()\n"
         "server.start()\n"
         "def handler(request): return Answer(200, b'still here')\n"
