@@ -18,6 +18,7 @@ from kproxy_core.app import preparation
 from kproxy_core.app.control import ControlServer
 from kproxy_core.app.errors import NoAnswer, RequestRefused, RestartNeeded
 from kproxy_core.app.family_checks import doubts, unservable
+from kproxy_core.app.notify import Heartbeat, ServiceManager
 from kproxy_core.app.requests import (
     Answer,
     Compare,
@@ -210,7 +211,10 @@ def set_up(config: Config, registry: Registry, configuration: Configuration, acc
         "fields": {"mode": config.mode, "also_prepared": ",".join(others)}})
 
 
-def run(config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess") -> None:
+def run(
+    config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+    manager: ServiceManager,
+) -> None:
     """Run the proxy until SIGTERM, SIGINT or a change of the configuration file. *access*: the API server.
 
     Serves in the mode of *config* or its fallback, or without a mode in the best that works. The rules remain
@@ -228,13 +232,14 @@ def run(config: Config, registry: Registry, configuration: Configuration, access
     chosen = choose(configuration, registry, config.mode, served_families())
     if problem := unservable(chosen.config, chosen.families):
         raise StartFailed(problem)
-    _Proxy(chosen, registry, configuration, access).run()
+    _Proxy(chosen, registry, configuration, access, manager).run()
     log.info("stopped")
 
 
 class _Proxy:
     def __init__(
         self, chosen: ChosenMode, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+        manager: ServiceManager,
     ) -> None:
         """Make all parts without starting them. Raises StartFailed."""
         config, instance, fallback, families = chosen
@@ -276,6 +281,8 @@ class _Proxy:
         self._loop = Loop(
             families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
             pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
+        self._heartbeat = Heartbeat(
+            manager, self._loop.post, status=self._status, alive=self._health.alive)
         self._settings_of = settings_of_modes(configuration, families)
         self._mode_settings = partial(mode_settings, configuration, registry, families)
         self._retiring = RetiringModes(
@@ -365,6 +372,8 @@ class _Proxy:
         control = ControlServer(self._answer)
         parts.callback(control.stop)
         control.start()
+        parts.callback(self._heartbeat.stop)
+        self._heartbeat.start()
 
     # Requests --------------------------------------------------------------------------------
 
@@ -453,6 +462,12 @@ class _Proxy:
         else:
             self._health.release()
         self._events.start()
+        self._heartbeat.set_ready()
+
+    def _status(self) -> str:
+        """Return this process's state in one line, for systemd."""
+        problems = "; ".join(self._health.problems())
+        return f"mode {self._about.mode}: {problems or f'{len(self._store.services)} Services'}"
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         if self._traffic is not None:
@@ -463,3 +478,4 @@ class _Proxy:
         self._about.configuration = effective(self._configuration.of(instance.mode))
         self._about.mode = instance.mode  # After everything that others read once they have seen it.
         self._events.report_node("Normal", "ModeSwitched", instance.mode)
+        self._loop.post(self._heartbeat.beat)

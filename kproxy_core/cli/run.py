@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,10 @@ def run(flags: Flags, *, init_only: bool) -> None:
     # Objects of the start are permanent. Searching them for cycles would take longer than the first sync and
     # find none, until `preparation.settle_memory` excludes them.
     gc.disable()
+    from kproxy_core.app.notify import ServiceManager
     from kproxy_core.observe import logs
 
+    manager = ServiceManager.from_environment(os.environ)
     with cli_errors():
         config, registry, configuration = prepare(flags)
         logs.set_up(config.verbosity, config.logging_format)
@@ -40,12 +43,14 @@ def run(flags: Flags, *, init_only: bool) -> None:
             if init_only:
                 assembly.set_up(config, registry, configuration, access)
                 return
-            lock, waited = await_turn(config.kproxy.state_directory, exclusive=config.kproxy.exclusive)
+            lock, waited = await_turn(
+                config.kproxy.state_directory, exclusive=config.kproxy.exclusive,
+                standing_by=lambda text: manager.send(f"STATUS={text}"))
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
                 access = _begin_access(config)
             try:
-                assembly.run(config, registry, configuration, access)
+                assembly.run(config, registry, configuration, access, manager)
             finally:
                 if lock is not None:
                     lock.release()

@@ -7,6 +7,7 @@ probes of the health port are answered by the process that serves.
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -19,12 +20,16 @@ log = logging.getLogger("kproxy.run")
 
 _INTERVAL: Final = 0.1
 """Seconds between attempts to take it."""
+_STANDING_BY: Final = "standing by: another kproxy serves this network namespace"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, bool]:
+def await_turn(
+    directory: str, *, exclusive: bool, standing_by: Callable[[str], None] = lambda text: None,
+) -> tuple[FileLock | None, bool]:
     """Wait until no other kproxy serves this network namespace. Return the lock, and whether another had it.
 
+    *standing_by* is called before a wait, with a text that says so.
     The lock is a file in *directory*. SIGTERM and SIGINT end the process while it waits. Returns None at once
     without CAP_NET_ADMIN, or where the file cannot be used. Raises StartFailed instead if *exclusive*.
     """
@@ -37,7 +42,7 @@ def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, boo
             return lock, False
         if exclusive:
             raise StartFailed("another kproxy serves this network namespace")
-        _stand_by(lock)
+        _stand_by(lock, standing_by)
     except OSError as error:
         if lock is not None:
             lock.release()
@@ -47,14 +52,15 @@ def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, boo
     return lock, True
 
 
-def _stand_by(lock: FileLock) -> None:
-    """Take *lock* once it is free. Exit on SIGTERM and SIGINT. Raises OSError.
+def _stand_by(lock: FileLock, standing_by: Callable[[str], None]) -> None:
+    """Take *lock* once it is free; see `await_turn`. Exit on SIGTERM and SIGINT. Raises OSError.
 
     Signals are blocked meanwhile: process 1 of a container ignores those that it neither handles nor blocks.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        log.warning("standing by: another kproxy serves this network namespace")
+        log.warning(_STANDING_BY)
+        standing_by(_STANDING_BY)
         while not lock.acquire():
             if signal.sigtimedwait(_SIGNALS, _INTERVAL):
                 for number in _SIGNALS:

@@ -98,6 +98,20 @@ class ProxyHealth(SyncObserver):
             alive = self._alive()
             return self._answer(alive, alive, with_node=False)
 
+    def alive(self) -> bool:
+        """Return what `livez` answers."""
+        with self._lock:
+            return self._alive()
+
+    def problems(self) -> list[str]:
+        """Return why the proxy is not ready, and what it could not serve."""
+        with self._lock:
+            problems = [
+                f"{family.label}: {state.problem or 'no sync has succeeded yet'}"
+                for family, state in self._states.items() if state.problem or state.updated_ns is None
+            ]
+            return [*problems, self._held] if self._held else problems
+
     def _alive(self) -> bool:
         now = self._monotonic()
         return not any(self._overdue(state, now) for state in self._states.values())
@@ -123,13 +137,7 @@ class ProxyHealth(SyncObserver):
         }
         if status:
             document["status"] = status
-        problems = [
-            f"{family.label}: {state.problem or 'no sync has succeeded yet'}"
-            for family, state in self._states.items() if state.problem or state.updated_ns is None
-        ]
-        if self._held:
-            problems.append(self._held)
-        if problems:
+        if problems := self.problems():
             document["problems"] = problems
         body = json.dumps(document, separators=(",", ":")).encode()
         return Answer(200 if ok else 503, body, "application/json")
