@@ -20,6 +20,7 @@ COMMANDS = {
     "switch": "Switch the running proxy to another mode; connections stay open.",
     "render": "Print the rules for a directory of manifests.",
     "report": "Write an archive for a bug report.",
+    "unit": "Print a systemd unit that runs kproxy as a service of this machine.",
 }
 """The first sentence of each command's help. Its module is imported only when the command is used."""
 
