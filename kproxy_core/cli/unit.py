@@ -32,7 +32,7 @@ Type=notify
 TimeoutStartSec=infinity
 # Writes the sysctls and loads the modules that the configured modes need, with all privileges.
 ExecStartPre=+{kproxy} --config={config} --init-only
-# Programs that write iptables rules share this lock. Only a file that exists can be made writable below.
+# Programs that write iptables rules share this lock. It must exist before ReadWritePaths= can name it.
 ExecStartPre=+/usr/bin/touch /run/xtables.lock
 ExecStart={kproxy} --config={config}
 # No ExecReload=: kproxy follows the file, and exits with status 1 if a change needs a restart.
@@ -52,7 +52,7 @@ RuntimeDirectoryPreserve=yes
 CapabilityBoundingSet=CAP_NET_ADMIN
 NoNewPrivileges=yes
 ProtectSystem=strict
-ReadWritePaths=/run/xtables.lock
+ReadWritePaths=-/run/xtables.lock
 ProtectHome={home}
 PrivateTmp=yes
 PrivateDevices=yes

@@ -58,6 +58,12 @@ def test_paths_with_blanks_and_other_characters_are_found(tmp_path: Path) -> Non
         r"/kproxy --config=/a\x20b/$$HOME/\x27100%%\x27"]
 
 
+def test_the_lock_of_iptables_may_be_missing_before_the_first_start(printed: str) -> None:
+    """systemd prepares the writable paths for the command that creates it, too, and fails without a minus."""
+    assert "+/usr/bin/touch /run/xtables.lock" in values(printed, "ExecStartPre")
+    assert values(printed, "ReadWritePaths") == ["-/run/xtables.lock"]
+
+
 def refusal(file: Path) -> str:
     done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, check=False)
     assert done.returncode != 0
