@@ -106,8 +106,6 @@ def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
     )
 
 
-# The registry of backend plugins: finds them, rejects those that do not fit, and addresses one of them.
-#
 # A plugin is the object that an entry point in the group ``kproxy.backends`` names: a module or object
 # with the hooks of `hooks`. The entry point's name is the mode. Each is loaded separately and only when
 # needed, so a broken one harms no other, and has the hooks of its mode to itself, with all observers.

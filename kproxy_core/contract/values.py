@@ -13,12 +13,9 @@ from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-# The values that the core and a backend exchange.
-#
-# `CONTRACT` is (major, minor): fields and optional hook arguments may be added with a new minor, meanings
-# change only with a new major.
-
 CONTRACT = (1, 0)
+"""Major and minor version. A new minor may add fields and optional hook arguments; only a new major changes
+meanings."""
 
 
 class Description(Struct, frozen=True):
@@ -313,8 +310,6 @@ class Measurement(NamedTuple):
     labels: Mapping[str, str] = {}
 
 
-# The record that another mode serves than the requested one.
-
 class Fallback(NamedTuple):
     """A replacement of one mode by another, both by name."""
 
@@ -326,8 +321,6 @@ class Fallback(NamedTuple):
     def __str__(self) -> str:
         return f"mode {self.wanted} does not work here, {self.serving} serves: {self.because}"
 
-
-# The first decision of every sync: changed service ports only, or everything against a fresh dump.
 
 class SyncedFamily(Protocol):
     """One family's kernel state, as a backend keeps it."""
@@ -343,7 +336,10 @@ class SyncedFamily(Protocol):
 
 
 def sync_family(state: SyncedFamily, update: Update) -> SyncReport:
-    """Bring *state* to *update*, partially if that is enough. Raises whatever *state* raises."""
+    """Bring *state* to *update*: changed service ports only, or everything against a fresh dump.
+
+    Raises whatever *state* raises.
+    """
     if update.scope is Scope.RESYNC or state.must_resync(update.node):
         return state.resync(update.node, update.plans)
     return state.change(update.node, update.changed)

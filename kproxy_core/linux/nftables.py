@@ -64,8 +64,7 @@ ABSENT = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 _SEND_SPACE = 256 << 20
 """Limit in bytes for one transaction. The kernel reserves nothing for it."""
 _RECEIVE_SPACE = 8 << 20
-_ANNOUNCEMENT_SPACE = 8 << 20
-"""Limit in bytes for pending notifications. If a foreign flush is larger, the loss is noticed instead."""
+"""Limit in bytes for pending messages. If a foreign flush announces more, the loss is noticed instead."""
 
 _COMMITS_GROUP = 7  # NFNLGRP_NFTABLES
 _NEWGEN, _GETGEN = 15, 16
@@ -406,7 +405,7 @@ class CommitWatch(NotificationThread):
         """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
             netlink.NETLINK_NETFILTER, groups=(_COMMITS_GROUP,), ignore=ignore,
-            receive_space=_ANNOUNCEMENT_SPACE)
+            receive_space=_RECEIVE_SPACE)
         super().__init__(name, sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:

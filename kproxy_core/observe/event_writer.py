@@ -21,10 +21,10 @@ _SILENCE = 10.0
 def write_event(
     access: CurrentAccess, host: str, observe: Observe, event: ClusterEvent, happened: int
 ) -> None:
-    """Write *event* of the time *happened*, in nanoseconds since the epoch, to the API server of *access*.
+    """Write *event* to the API server of *access*. *happened*: its time in nanoseconds since the epoch.
 
-    It is sent on a connection of its own: events are rare. *host*: this machine's name, the reporter of the
-    event. *observe* is called for the request. Raises NotWritten. Not for several threads at a time.
+    Uses a connection of its own: events are rare. *host*: this machine's name, the reporter of the event.
+    *observe* is called for the request. Raises NotWritten. Not thread-safe.
     """
     namespace = event.namespace or "default"
     body = json.dumps(_document(event, namespace, happened, host)).encode()

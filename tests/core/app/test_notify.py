@@ -11,22 +11,12 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.app.notify import Heartbeat, ServiceManager
-from tests.core.namespaces import Namespace, namespace
+from tests.core.cli.test_cli import manifests, node
+from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, PATIENCE, started
 
-WEB = """
-apiVersion: v1
-kind: Service
-metadata: {name: web, namespace: shop}
-spec: {clusterIP: 10.96.0.10, ports: [{port: 80}]}
----
-apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
-addressType: IPv4
-endpoints: [{addresses: [10.1.2.3]}]
-ports: [{name: "", port: 8080}]
-"""
+__all__ = ["manifests", "node"]
+
 STANDING_BY = "STATUS=standing by: another kproxy serves this network namespace"
 
 
@@ -77,20 +67,6 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
     made = Systemd(str(tmp_path / "notify"))
     with contextlib.closing(made.socket):
         yield made
-
-
-@pytest.fixture
-def node() -> Iterator[Namespace]:
-    with namespace() as made:
-        yield made
-
-
-@pytest.fixture
-def manifests(tmp_path: Path) -> Path:
-    directory = tmp_path / "manifests"
-    directory.mkdir()
-    (directory / "web.yaml").write_text(WEB)
-    return directory
 
 
 # A real proxy
