@@ -10,9 +10,6 @@ import pytest
 
 from tests.guest.guest import Guest, with_nft
 
-LONGEST = 900
-"""Seconds until a guest is given up."""
-
 Problems = dict[str, list[str]]
 """By test: for each of its cases what went wrong, or ""."""
 
@@ -29,18 +26,15 @@ def names_of(checks: Iterable[Path]) -> list[str]:
 def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
     """Run the ``CHECKS`` of the modules of *items* in one guest."""
     modules = dict.fromkeys(item.module for item in items if isinstance(item, pytest.Function))
-    return problems_of([path for module in modules for path in module.CHECKS], directory, seconds=LONGEST)
+    return problems_of([path for module in modules for path in module.CHECKS], directory)
 
 
-def problems_of(checks: Iterable[Path], directory: Path, *options: str, seconds: int) -> Problems:
-    """Run *checks* in a guest.
-
-    *directory* is for what is written, *options* go to pytest, and the guest lives *seconds* at most.
-    """
+def problems_of(checks: Iterable[Path], directory: Path, *options: str) -> Problems:
+    """Run *checks* in a guest. *directory* is for what is written, *options* go to pytest."""
     report = directory / "report.xml"
     fixed = ["-p", "no:cacheprovider", f"--junitxml={report}"]
     command = with_nft([sys.executable, "-m", "pytest", *fixed, *options, *checks])
-    with Guest(command, directory / "log", share=directory, seconds=seconds) as guest:
+    with Guest(command, directory / "log", share=directory) as guest:
         guest.status()
         assert report.exists(), guest.output
     found: Problems = {}

@@ -14,6 +14,8 @@ _MODULES = (
     *("xt_addrtype", "xt_comment", "xt_conntrack", "xt_mark", "xt_MASQUERADE", "xt_nat", "xt_REDIRECT"),
     *("xt_statistic", "xt_tcpudp", "ipt_REJECT", "ip6t_REJECT", "bridge", "veth"),
 )
+LONGEST = 3000
+"""Seconds that a guest lives: ten times what the longest takes on a quiet machine. Waits in it end sooner."""
 _GRACE = 20
 """Seconds for the script to end its guest and clean up."""
 
@@ -27,7 +29,7 @@ class Guest:
         log: Path,
         *,
         share: Path,
-        seconds: int,
+        seconds: int = LONGEST,
         environment: Mapping[str, str] = {},
     ) -> None:
         """Start a guest that lives *seconds* at most, writes its output to *log*, and may change *share*.

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.network.patience import PATIENCE
+from kproxy_core.testing.network.patience import PATIENCE, patience
 from kproxy_core.testing.suite.scenario import BACKEND, SCENARIOS, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, Result
 from tests.conformance.cases import DRIVER, Case
 from tests.guest.guest import Guest, with_nft
 
+LEAST = 4.0
+"""The patience in a guest, on a quiet machine."""
+
 FOUND = {scenario.name: scenario for scenario in find()}
-LONGEST = 600
-"""Seconds; both families take two minutes of a processor, and one scenario that hangs five minutes."""
 
 
 def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
@@ -41,8 +42,8 @@ def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> 
     # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
     # that change there. The evidence of failures is printed.
     with Guest(
-        with_nft(["sh", "-c", "; ".join(commands)]), directory / "log", share=directory, seconds=LONGEST,
-        environment={PATIENCE: "4"},
+        with_nft(["sh", "-c", "; ".join(commands)]), directory / "log", share=directory,
+        environment={PATIENCE: f"{max(LEAST, 2 * patience()):.2f}"},
     ) as guest:  # fmt: skip
         guest.status()
         lost = f"the guest did not report it:\n{guest.output[-4000:]}"

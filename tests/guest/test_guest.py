@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kproxy_core.testing.network.patience import patience
-from tests.guest.guest import RUN, Guest
+from tests.guest.guest import LONGEST, RUN, Guest
 
 
-def run(command: str, tmp_path: Path, seconds: int = 60) -> tuple[int, str]:
+def run(command: str, tmp_path: Path, seconds: int = LONGEST) -> tuple[int, str]:
     """Exit status and output of a shell command in a guest that may write to *tmp_path*."""
     with Guest(["sh", "-c", command], tmp_path / "guest.log", share=tmp_path, seconds=seconds) as guest:
         return guest.status(), guest.output
@@ -57,7 +57,7 @@ def test_a_kernel_that_panics_says_why(tmp_path: Path) -> None:
 def test_guest_that_is_ended_early_leaves_nothing(tmp_path: Path) -> None:
     """Its kernel is recognised by its directory."""
     command, environment = ["sh", "-c", "echo begun; sleep 600"], {"TMPDIR": str(tmp_path)}
-    with Guest(command, tmp_path / "log", share=tmp_path, seconds=60, environment=environment) as guest:
+    with Guest(command, tmp_path / "log", share=tmp_path, environment=environment) as guest:
         while "begun" not in guest.output:
             time.sleep(0.1)
         assert processes_that_name(tmp_path)

@@ -41,7 +41,7 @@ def play(items: Sequence[pytest.Item], directory: Path) -> Path:
     """The directory with all that happened in one guest."""
     script = SCRIPT.format(directory=directory, kproxy=KPROXY)
     command, log = ["sh", "-c", script], directory / "guest.log"
-    with Guest(command, log, share=directory, seconds=300, environment=DEBIAN) as guest:
+    with Guest(command, log, share=directory, environment=DEBIAN) as guest:
         assert guest.status() == 0, guest.output
     return directory
 

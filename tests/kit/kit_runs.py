@@ -17,8 +17,6 @@ from tests.guest.guest import Guest, with_nft
 
 SIDE_BY_SIDE = 2
 """The userspace mode mostly waits."""
-LONGEST = 1200
-"""Seconds until a guest is given up; its checks take four minutes of a processor."""
 
 _KUBELET = "*filter\\n:KUBE-FIREWALL -\\n-A INPUT -j KUBE-FIREWALL\\n-A OUTPUT -j KUBE-FIREWALL\\nCOMMIT\\n"
 PINS = "{pins}"
@@ -105,7 +103,7 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
     if mode == IN_A_GUEST:
         # Evidence of a failed scenario outlives the guest.
         kept = ["env", f"TMPDIR={directory}", *command]
-        with Guest(with_nft(kept), directory / "log", share=directory, seconds=LONGEST) as guest:
+        with Guest(with_nft(kept), directory / "log", share=directory) as guest:
             guest.status()
             output = guest.output
     else:

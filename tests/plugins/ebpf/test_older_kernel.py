@@ -12,12 +12,10 @@ CHECKS = [
     _HERE / f"{name}.py"
     for name in ("older_kernel_checks", "test_detect", "test_kernel", "test_backend", "test_counts")
 ]
-LONGEST = 600
-"""Seconds for all checks, which take one minute of a processor."""
 
 
 def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
-    return problems_of(CHECKS, directory, seconds=LONGEST)
+    return problems_of(CHECKS, directory)
 
 
 @pytest.mark.in_a_guest(play=play)

@@ -13,12 +13,10 @@ from tests.guest.checks import Problems, names_of, problems_of
 
 CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch", "explain")]
 FIXTURES = "tests.plugins.ipvs.rig"
-LONGEST = 900
-"""Seconds."""
 
 
 def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
-    return problems_of(CHECKS, directory, "-p", FIXTURES, seconds=LONGEST)
+    return problems_of(CHECKS, directory, "-p", FIXTURES)
 
 
 @pytest.mark.in_a_guest(play=play)
