@@ -12,7 +12,7 @@ from pathlib import Path
 
 _DETACH = 2
 """MNT_DETACH"""
-_PATIENCE = 60.0
+_PATIENCE = 120.0
 """Seconds for the processes in a cgroup to end."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()

@@ -16,7 +16,7 @@ from kproxy_core.testing.builders import service_name
 
 Json = dict[str, Any]
 NODE = "node1"
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds after which something that must happen is given up."""
 
 

@@ -16,7 +16,7 @@ KPROXY = str(Path(sys.executable).with_name("kproxy"))
 
 HEALTH = 10256
 """The port of kube-proxy's health server."""
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds for a start or an end, on a machine that has other things to do as well."""
 
 Process = subprocess.Popen[str]

@@ -108,7 +108,7 @@ class Pod:
         ]  # fmt: skip
 
     def init(self) -> None:
-        done = subprocess.run(self.command(INIT), capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(self.command(INIT), capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, done.stderr
 
     def main(self, capabilities: Sequence[str] | None = None) -> AbstractContextManager[Proxy]:
@@ -237,5 +237,5 @@ def execute(proxy: Proxy, *arguments: str) -> subprocess.CompletedProcess[bytes]
         ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
          "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
          KPROXY, *arguments],
-        capture_output=True, check=False, timeout=60,
+        capture_output=True, check=False, timeout=120,
     )  # fmt: skip

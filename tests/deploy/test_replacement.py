@@ -29,7 +29,7 @@ PROGRAMS = Path(sys.executable).parent
 SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 CONFIG = {
     "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",

@@ -18,7 +18,7 @@ from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 Json = dict[str, Any]
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds to wait for a report."""
 BUILT_IN = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
 _OF_SERVICE = re.compile(r"-[A-Z0-9]{8}|-\d")

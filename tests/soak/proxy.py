@@ -18,7 +18,7 @@ from tests.switch.room import KPROXY
 
 Json = dict[str, Any]
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds for anything that should take less than one."""
 
 REPAIRED = ("repaired foreign changes", "full sync found differences", "first sync")

@@ -35,7 +35,7 @@ MARKED = 1.0
 """Seconds between two changes to a Service that show whether watches deliver."""
 RETIREMENT = 180.0
 """Seconds after which relays of clients that are gone have ended: by keep-alive, or unsent data given up."""
-REPAIR_PATIENCE = 20.0
+REPAIR_PATIENCE = 120.0
 """Seconds after which a damage counts as unnoticed."""
 
 _TAKE = """

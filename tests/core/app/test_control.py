@@ -74,7 +74,7 @@ def answer_to_client(*command: str, **options: Any) -> dict[str, Any]:
     """Return the answer to a client in a process of its own, started by *command*."""
     (name,) = control._names()
     done = subprocess.run([*command, sys.executable, "-c", CLIENT, name], capture_output=True, text=True,
-                          timeout=60, check=True, **options)
+                          timeout=120, check=True, **options)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

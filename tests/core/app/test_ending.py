@@ -30,7 +30,7 @@ def test_the_process_ends_with_the_last_calls_of_every_thread() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "exiting before everything has ended" in log
     assert log.count("never_ends") == 13

@@ -42,7 +42,7 @@ def on_a_terminal(*arguments: str, **environment: str) -> str:
 
 
 def piped(*arguments: str) -> str:
-    done = subprocess.run([KPROXY, *arguments], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run([KPROXY, *arguments], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
     return done.stdout
 
 

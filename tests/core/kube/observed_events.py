@@ -24,7 +24,7 @@ from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
 from kproxy_core.model.timing import Backoff
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which a test gives up waiting for something that takes milliseconds."""
 
 

@@ -167,7 +167,7 @@ def test_a_replaced_file_ends_the_wait_for_the_next_attempt(tmp_path: Path, wher
         source = KubernetesSource(
             CurrentAccess(None, write("old")), "n", observe=note, backoff=always(3600.0))
         with following(source) as observed:
-            assert refused.wait(30)
+            assert refused.wait(120)
             if not early:
                 write("new")
             observed.wait_for(lambda o: o.names == {"a"})

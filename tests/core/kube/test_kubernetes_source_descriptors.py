@@ -62,7 +62,7 @@ def follow_through_failures(config: str, then: Callable[[int], None] = lambda _:
 
     source = KubernetesSource(CurrentAccess(None, config), "n", qps=0, observe=note, backoff=always(0.0))
     with following(source):
-        assert enough.wait(30)
+        assert enough.wait(120)
 
 
 def cut(exchange: Exchange) -> None:

@@ -234,7 +234,7 @@ def test_a_proxy_that_refuses_is_named(caplog: pytest.LogCaptureFixture, tmp_pat
     config = write_kubeconfig(tmp_path / "config", f"https://{ELSEWHERE}", cluster)
     try:
         with following(source(config)):
-            assert said.wait(30)
+            assert said.wait(120)
     finally:
         proxy.close()
     problem = caplog.records[0].fields["problem"]  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class Following:
             self._reports.put(found)
 
     def next(self) -> frozenset[Address]:
-        return self._reports.get(timeout=10)
+        return self._reports.get(timeout=120)
 
     def until(self, wanted: Callable[[frozenset[Address]], bool]) -> frozenset[Address]:
         while not wanted(found := self.next()):
@@ -103,9 +103,9 @@ def test_addresses_of_other_interfaces_do_not_count(inside: Namespace) -> None:
     try:
         inside.ip("addr add 10.96.0.2/32 dev kube-ipvs0", "addr del 10.96.0.1/32 dev kube-ipvs0")
         inside.ip("addr add 10.96.0.2/32 dev two")
-        assert reports.get(timeout=10) == LOOPBACK | {own} | set(addresses("10.96.0.2"))
+        assert reports.get(timeout=120) == LOOPBACK | {own} | set(addresses("10.96.0.2"))
         inside.ip("link del kube-ipvs0", "addr del 172.18.0.2/24 dev one")
-        assert reports.get(timeout=10) == LOOPBACK | set(addresses("10.96.0.2"))
+        assert reports.get(timeout=120) == LOOPBACK | set(addresses("10.96.0.2"))
         assert reports.empty()
     finally:
         watch.close()

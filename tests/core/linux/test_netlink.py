@@ -155,15 +155,15 @@ def notified(kernel: Kernel) -> Iterator[Notified]:
 def test_a_watch_delivers_notifications(kernel: Kernel, notified: Notified) -> None:
     for data in (b"one", b"two"):
         kernel.end.send(data)
-        assert notified.calls.get(timeout=10) == ([data], False)
+        assert notified.calls.get(timeout=120) == ([data], False)
     assert notified.calls.empty()
 
 
 def test_a_watch_calls_again_without_notifications_if_asked_to(kernel: Kernel, notified: Notified) -> None:
     notified.again = 0.01
     kernel.end.send(b"one")
-    assert notified.calls.get(timeout=10) == ([b"one"], False)
-    assert notified.calls.get(timeout=10) == ([], False)
+    assert notified.calls.get(timeout=120) == ([b"one"], False)
+    assert notified.calls.get(timeout=120) == ([], False)
 
 
 class Overrun(NetlinkSocket):
@@ -185,9 +185,9 @@ def test_a_watch_reports_lost_notifications() -> None:
     watch = NotificationThread(
         "test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
     try:
-        assert calls.get(timeout=10) == ([b"old"], True)
+        assert calls.get(timeout=120) == ([b"old"], True)
         end.send(b"new")
-        assert calls.get(timeout=10) == ([b"new"], False)
+        assert calls.get(timeout=120) == ([b"new"], False)
     finally:
         watch.close()
         end.close()

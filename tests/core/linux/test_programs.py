@@ -100,5 +100,5 @@ def test_the_end_of_the_process_kills_programs_now_and_later() -> None:
         "print(programs.run('sleep', '1000').returncode, programs.run('sleep', '1000').returncode)"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "-9 -9\n"

@@ -174,7 +174,7 @@ class Room:
     def start(self) -> None:
         self.thread.start()
         self.rig.loop.emit([ServiceSet(WEB), Complete("test")])
-        assert self.synced.wait(10)
+        assert self.synced.wait(120)
         self.story.clear()
 
     def to(self, mode: str) -> None:
@@ -187,7 +187,7 @@ class Room:
 
     def stop(self) -> None:
         self.rig.loop.stop()
-        self.thread.join(10)
+        self.thread.join(120)
         self.retiring.close()
 
 

@@ -58,7 +58,7 @@ def failed(node: Namespace, *arguments: str) -> str:
     """Return kproxy's complaint at startup."""
     done = subprocess.run(
         ["ip", "netns", "exec", node.name, KPROXY, *arguments],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     return done.stderr
@@ -240,7 +240,7 @@ def test_init_only_prepares_the_mode_that_will_serve(node: Namespace, tmp_path: 
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
     done = subprocess.run(
         ["ip", "netns", "exec", node.name, KPROXY, *flags(tmp_path, "--mode=wanted", "--init-only")],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert "mode=second" in done.stderr.replace('"', "")
 

@@ -15,7 +15,7 @@ from kproxy_core.observe.server import HttpServer, Listener
 LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
 ANYWHERE = (Address(bytes(4)), Address(bytes(16)))
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Timeout in seconds for a peer."""
 
 

@@ -93,7 +93,7 @@ def test_the_starting_event_is_about_the_node(server: Taker) -> None:
     events = events_to(server)
     events.report_node("Normal", "Starting")
     events.start()
-    assert server.taken.acquire(timeout=10)
+    assert server.taken.acquire(timeout=120)
     events.close()
     ((path, headers, event),) = server.posted
     assert path == "/apis/events.k8s.io/v1/namespaces/default/events"
@@ -153,7 +153,7 @@ def test_events_that_wait_are_delivered_at_the_end(
                 ["ip", "netns", "exec", node.name, Path(sys.executable).with_name("kproxy"),
                  "--mode=nftables", f"--master={taker.url}", "--hostname-override=node1",
                  "--bind-address-hard-fail", f"{flag}=192.0.2.1:9999", "-p", "patient"],
-                capture_output=True, text=True, check=False, timeout=60,
+                capture_output=True, text=True, check=False, timeout=120,
             )
         finally:
             taker.shutdown()
@@ -172,7 +172,7 @@ def test_a_server_error_is_retried_and_a_refusal_is_not(server: Taker) -> None:
     events.report_node("Warning", "Other")
     events.start()
     for _ in range(3):
-        assert server.taken.acquire(timeout=10)
+        assert server.taken.acquire(timeout=120)
     events.close()
     assert [body["reason"] for _, _, body in server.posted] == ["Starting", "Starting", "Other"]
 
@@ -183,7 +183,7 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
     events.start()
     closing = threading.Thread(target=events.close)
     closing.start()
-    closing.join(10)
+    closing.join(120)
     assert not closing.is_alive()
 
 

@@ -20,7 +20,7 @@ from tests.core.namespaces import Namespace, namespace
 from tests.core.observe.test_metrics import shapes
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
-PATIENCE = 60.0
+PATIENCE = 120.0
 SLICE = "bench-0000/svc-000000-000"
 """One that the server generates."""
 

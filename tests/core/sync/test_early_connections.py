@@ -20,7 +20,7 @@ from kproxy_core.testing.builders import addresses, endpoint_slice, node_view, p
 from tests.core.sync_events import NO_INSTANCE
 
 V4, V6 = Family.IPV4, Family.IPV6
-PATIENCE = 20.0
+PATIENCE = 120.0
 (VIP,) = addresses("10.96.0.1")
 (WEB,) = plans(node_view(), service("web"), endpoint_slice("web", "10.0.0.1")).values()
 (EMPTY,) = plans(node_view(), service("web")).values()

@@ -736,8 +736,8 @@ def test_events_and_stop_wake_a_sleeping_loop() -> None:
     thread.start()
     rig.loop.emit([WEB])
     rig.loop.emit([Complete("test")])
-    assert synced.wait(10)
+    assert synced.wait(120)
     rig.loop.stop()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     assert [len(update.plans) for update in rig.backend.take()] == [1]

@@ -30,7 +30,7 @@ _HERE = (POD, POD6, NEIGHBOUR, NEIGHBOUR6)
 REMOTE = tuple(f"10.244.2.{number}" for number in range(11, 16))
 REMOTE6 = tuple(f"fd00:244:2::{number}" for number in range(11, 16))
 PORT = 8080
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 Json = dict[str, Any]
 

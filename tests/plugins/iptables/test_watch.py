@@ -19,7 +19,7 @@ from kproxy_iptables.backend import IptablesBackend
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 from tests.plugins.iptables.scenes import NODES, all_plans, plain
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds to wait for a report."""
 
 PLANS = all_plans(V4, plain(1, 1, 2))

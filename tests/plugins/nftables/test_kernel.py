@@ -307,7 +307,7 @@ def test_foreign_damage_is_noticed_named_and_repaired(
 
     assert backend.watch(damaged)
     nft(command)
-    assert noticed.wait(5)
+    assert noticed.wait(120)
     assert reported[0][0] is Family.IPV4
     assert what in reported[0][1]
     assert " by nft[" in reported[0][1]
@@ -330,7 +330,7 @@ def test_own_and_unrelated_changes_are_no_damage(backend: NftablesBackend) -> No
     nft("add table ip other")
     nft("add table inet kproxy")
     nft("add table ip6 kproxy")  # ours in the other family: the only change to be reported
-    assert noticed.wait(5)
+    assert noticed.wait(120)
     assert len(reported) == 1
     assert reported[0].startswith("table added")
 

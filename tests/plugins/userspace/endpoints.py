@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class Endpoint:

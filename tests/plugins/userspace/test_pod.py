@@ -62,7 +62,7 @@ def test_the_pod_switches_to_the_mode_with_dual_stack_services_below_port_1024(
                 ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
                  "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
                  KPROXY, "switch", "userspace"],
-                capture_output=True, text=True, check=False, timeout=60,
+                capture_output=True, text=True, check=False, timeout=120,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
             for save, vips in (("iptables-save", ("10.96.0.11/32", f"{NODE}/32")),

@@ -17,7 +17,7 @@ from kproxy_userspace.watch import Watcher
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.wire import Serve, WorkerSettings
 
-PATIENCE = 20
+PATIENCE = 120
 SETTINGS = WorkerSettings(0.25, -1.0, 3600.0)
 
 
