@@ -682,8 +682,10 @@ def apply_limits(
 ) -> AppliedLimits:
     """Write the settings that differ, in the calling thread's network namespace.
 
-    *cores* defaults to this machine's. Raises HostError for errors other than a lack of permission, with
-    errno ENOENT while the kernel does not track connections.
+    A higher limit of connections is kept, as in kube-proxy 1.38 (kubernetes pull request 142035): a container
+    may not be permitted to lower what the node's owner has raised. *cores* defaults to this machine's. Raises
+    HostError for errors other than a lack of permission, with errno ENOENT while the kernel does not track
+    connections.
     """
     try:
         sysctl.read(_MAX)
@@ -692,16 +694,18 @@ def apply_limits(
             sock.request(GET_STATS, 0, bytes(4))
     refused: list[HostError] = []
     limit = limits.max_connections(cores or os.cpu_count() or 1)
-    limited = limit > 0 and _ensure(_MAX, limit, refused)
+    limited = limit > 0 and _ensure(_MAX, limit, refused, sysctl.ensure_at_least)
     read_only_sys = limited and not _enlarge(hash_size, limit // 4)
     for name, value in limits.sysctls():
         _ensure(name, value, refused)
     return AppliedLimits(tuple(refused), read_only_sys)
 
 
-def _ensure(name: str, value: int, refused: list[HostError]) -> bool:
+def _ensure(
+    name: str, value: int, refused: list[HostError], ensure: Callable[[str, int], bool] = sysctl.ensure
+) -> bool:
     try:
-        sysctl.ensure(name, value)
+        ensure(name, value)
     except HostError as error:
         if error.errno not in _NOT_PERMITTED:
             raise

@@ -27,3 +27,8 @@ def ensure(name: str, value: int | str) -> bool:
     with doing(f"set sysctl {name} to {wanted}"):
         (_ROOT / name).write_text(wanted, encoding="ascii")
     return True
+
+
+def ensure_at_least(name: str, value: int) -> bool:
+    """Set *name* to *value* unless it is that high; return True if it was changed. Raises HostError."""
+    return int(read(name)) < value and ensure(name, value)

@@ -74,6 +74,13 @@ def test_a_refused_limit_is_reported_and_the_rest_is_set(node: Namespace) -> Non
     assert value(node, "nf_conntrack_tcp_timeout_close_wait") == 62
 
 
+def test_a_higher_limit_is_kept(node: Namespace, tmp_path: Path) -> None:
+    held = value(node, "nf_conntrack_max")
+    (size := tmp_path / "hashsize").write_text(f"{held}\n")
+    applied = node.inside(lambda: apply_limits(ConntrackLimits(max_per_core=1, min=held - 1), hash_size=size))
+    assert (applied.refused, value(node, "nf_conntrack_max")) == ((), held)
+
+
 def as_it_is(node: Namespace) -> ConntrackLimits:
     """Limits that require no write."""
     return ConntrackLimits(max_per_core=1, min=value(node, "nf_conntrack_max"))
