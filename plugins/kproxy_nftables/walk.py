@@ -232,6 +232,12 @@ class _Walk:
             self._chosen = [Destination(parse_address(host), int(port)) for host, _, port in hosts]
         return _Translated()
 
+    def _only_endpoint(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        """Choose the endpoint of a Service that has only one (kube-proxy 1.37)."""
+        self._met(shown)
+        self._chosen = [Destination.parse(found["where"])]
+        return _Translated()
+
     def _endpoint_of(self, chain: str) -> Destination | None:
         """Return the endpoint to which a *chain* of kube-proxy's translates; None if it does not exist."""
         for rule in self._table.rules(chain):
@@ -293,6 +299,7 @@ _NETS = r"(?P<no>!= )?(?P<nets>[0-9a-f:./]+(?=\s)|\{ [^}]+ \})"
 _HANDLERS: dict[str, _Handler] = {
     rf"ct original .*vmap @(?P<map>{_NAME})": lambda walk, shown, found: False,
     rf"ct original .*@{names.NODE_IPS}": lambda walk, shown, found: False,
+    r'counter name "[^"]*"': lambda walk, shown, found: True,
     rf"update @({CONNECTIONS}|{names.REFUSED}) \{{.*\}}": lambda walk, shown, found: True,
     rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})": _Walk._verdict_map,
     r"fib daddr type local": lambda walk, shown, found: walk._is_local(walk._packet.destination),
@@ -322,6 +329,7 @@ _HANDLERS: dict[str, _Handler] = {
     rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})": _Walk._balance,
     r"(dnat (ip6? )?(addr \. port )?to )?numgen random mod \d+ v?map \{(?P<elements>[^}]+)\}":
         _Walk._balance_listed,
+    _ENDPOINT.pattern: _Walk._only_endpoint,
     rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)": _Walk._pin,
 }
 _STATEMENTS = tuple((re.compile(pattern), handler) for pattern, handler in _HANDLERS.items())

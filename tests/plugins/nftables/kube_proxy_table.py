@@ -1,4 +1,7 @@
-"""The table that kube-proxy 1.36 writes in nftables mode, as docs/design/behaviour/nftables.md has it."""
+"""The table that kube-proxy 1.36 or 1.38 writes in nftables mode.
+
+docs/design/behaviour/nftables.md has it, and docs/design/behaviour/changes.md what is new in 1.38.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,15 +13,20 @@ from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 
 _KEY = "inet_proto . inet_service"
+_PROTOCOLS = ("tcp", "udp", "sctp")
 
 
-def kube_proxys_table(update: Update) -> str:
-    """Return the table for *update*, as input for nft."""
-    return _Table(update).text()
+def kube_proxys_table(update: Update, *, release: str = "1.36") -> str:
+    """Return the table for *update*, as input for nft.
+
+    *release* is 1.36, or 1.38 with node ports on other addresses than localhost.
+    """
+    return _Table(update, release).text()
 
 
 class _Table:
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: Update, release: str) -> None:
+        self._is_newer = release == "1.38"
         self._node, self._plans = update.node, update.plans
         v4 = self._node.family is Family.IPV4
         self._ip, self._type = ("ip", "ipv4_addr") if v4 else ("ip6", "ipv6_addr")
@@ -33,7 +41,8 @@ class _Table:
         for plan in self._plans.values():
             self._service(plan)
         self._fixed_rules()
-        return f"table {self._ip} kube-proxy {{\n{''.join(self._sets())}{''.join(self._written_chains())}}}\n"
+        body = (*self._counters(), *self._sets(), *self._written_chains())
+        return f"table {self._ip} kube-proxy {{\n{''.join(body)}}}\n"
 
     def _service(self, plan: ServicePlan) -> None:
         protocol = plan.key.protocol.name.lower()
@@ -54,6 +63,8 @@ class _Table:
         ]
         if plan.node_port:
             frontends.append(("service-nodeports", "no-endpoint-nodeports", f"{protocol} . {plan.node_port}"))
+            rejects = f"goto localhost-nodeport-reject-{protocol}"
+            self._elements["localhost-nodeport-reject-ports"][f"{protocol} . {plan.node_port}"] = rejects
         for served, unserved, key in frontends:
             if plan.has_endpoints:
                 self._elements[served][key] = f"goto external-{name}"
@@ -91,6 +102,9 @@ class _Table:
             return
         protocol = plan.key.protocol.name.lower()
         hosts = [(format_address(address), port) for address, port in endpoints]
+        if not plan.affinity_seconds and len(hosts) == 1 and self._is_newer:
+            self._chains[chain].append(f"meta l4proto {protocol} dnat to {_socket(*hosts[0])}")
+            return
         if not plan.affinity_seconds:
             values = ", ".join(f"{at} : {host} . {port}" for at, (host, port) in enumerate(hosts))
             self._chains[chain].append(
@@ -103,9 +117,9 @@ class _Table:
         self._chains[chain].append(f"numgen random mod {len(hosts)} vmap {{ {values} }}")
         for each, (host, port) in zip(names, hosts, strict=True):
             self._affinities[f"affinity-{each}"] = plan.affinity_seconds
-            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             self._chains[f"endpoint-{each}"] = [
-                f"update @affinity-{each} {{ {self._ip} saddr }}", f"meta l4proto {protocol} dnat to {at}"]
+                f"update @affinity-{each} {{ {self._ip} saddr }}",
+                f"meta l4proto {protocol} dnat to {_socket(host, port)}"]
 
     def _fixed_rules(self) -> None:
         node, ip = self._node, self._ip
@@ -131,6 +145,12 @@ class _Table:
             "cluster-ips-check": [
                 f'{ip} daddr @cluster-ips reject comment "Reject traffic to invalid ports of ClusterIPs"'],
         }  # fmt: skip
+        if self._is_newer:
+            loopback = f"{ip} daddr {node.family.loopback_cidr}".removesuffix("/128")
+            fixed["nodeport-endpoints-check"].append(f"{loopback} {port} @localhost-nodeport-reject-ports")
+            for name in _PROTOCOLS:
+                rule = f'counter name "localhost-nodeport-rejected-{name}" reject'
+                fixed[f"localhost-nodeport-reject-{name}"] = [rule]
         jumps = {
             "filter-input": ("input", 0, ["nodeport-endpoints-check", "service-endpoints-check"]),
             "filter-forward": ("forward", 0, ["service-endpoints-check", "cluster-ips-check"]),
@@ -156,6 +176,10 @@ class _Table:
             return f"{self._ip} saddr {negated}{source.cidr}"
         return f'iifname {negated}"{source.interface}"'
 
+    def _counters(self) -> Iterator[str]:
+        for name in _PROTOCOLS if self._is_newer else ():
+            yield f"counter localhost-nodeport-rejected-{name} {{ }}\n"
+
     def _sets(self) -> Iterator[str]:
         types = {
             "cluster-ips": self._type, "nodeport-ips": self._type,
@@ -163,7 +187,8 @@ class _Table:
         }
         of_vips = ("service-ips", "no-endpoint-services", "firewall-ips")
         maps = dict.fromkeys(of_vips, f"{self._type} . {_KEY}")
-        maps |= dict.fromkeys(("service-nodeports", "no-endpoint-nodeports"), _KEY)
+        newer = ["localhost-nodeport-reject-ports"] if self._is_newer else []
+        maps |= dict.fromkeys(("service-nodeports", "no-endpoint-nodeports", *newer), _KEY)
         for name, seconds in self._affinities.items():
             yield f"set {name} {{ type {self._type}; flags dynamic,timeout; timeout {seconds}s; }}\n"
         for name, kind in types.items():
@@ -185,3 +210,7 @@ class _Table:
         yield from (f"chain {name} {{ }}\n" for name in ordered if "hook" not in self._chains[name][0])
         for name in ordered:
             yield f"chain {name} {{\n    " + "\n    ".join(self._chains[name]) + "\n}\n"
+
+
+def _socket(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from kproxy_core.app.explain import Json
 from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.values import BackendSettings
+from kproxy_core.contract.values import BackendSettings, Question
 from kproxy_core.linux import libnftables
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import list_table
 from kproxy_core.model.address import Family, format_address, format_socket
+from kproxy_core.plan.fate import Origin, Outcome, Packet
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.explain import explain, frontends
@@ -28,11 +29,11 @@ on_each = pytest.mark.parametrize("release", RELEASES, ids=str)
 
 
 @contextmanager
-def beside_kube_proxy(case: str, nft: str = "nft") -> Iterator[KnownPlans]:
+def beside_kube_proxy(case: str, nft: str = "nft", *, release: str = "1.36") -> Iterator[KnownPlans]:
     """The calling thread is on a node with kube-proxy's table for *case*; yields what it should do."""
     update = golden_cases.update(case)
     with lonely_node():
-        run(kube_proxys_table(update), nft)
+        run(kube_proxys_table(update, release=release), nft)
         yield KnownPlans(update)
 
 
@@ -48,6 +49,19 @@ def found_in(plans: KnownPlans) -> list[Json]:
 def test_kube_proxys_rules_do_what_the_plans_say(case: str) -> None:
     with beside_kube_proxy(case) as plans:
         assert found_in(plans) == []
+
+
+@pytest.mark.parametrize("case", ["nodeport-etp-local-ipv4", "nodeport-etp-local-ipv6"])
+def test_the_rules_of_kube_proxy_1_38_are_understood(case: str) -> None:
+    with beside_kube_proxy(case, release="1.38") as plans:
+        assert found_in(plans) == []
+        here = plans.node.family.loopback
+        packets = [Packet(Origin.NODE, here, here, plan.key.protocol, plan.node_port)
+                   for plan in plans.plans.values() if plan.node_port]
+        for side in explain([Question(packet, plans.node, None, None) for packet in packets], live=True):
+            assert side.fate is not None
+            assert side.fate.outcome is Outcome.REFUSED
+            assert "localhost-nodeport-rejected" in side.fate.because
 
 
 @pytest.mark.parametrize("case", ["slices-moved-ipv4", "slices-moved-ipv6"])
