@@ -311,12 +311,15 @@ def resolve(flags: Flags, file: FileConfig | None, *, serves: bool = True) -> Co
 def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:
     """Parse CIDRs and the keywords of kube-proxy 1.37, which stand for networks, in any combination.
 
-    Raises ConfigError that names each wrong word.
+    A keyword may be given once, as there. Raises ConfigError that names each wrong word.
     """
     found: list[Cidr | Literal["primary"]] = []
     problems = []
-    for index, word in enumerate(words):
-        match text := word.strip():
+    texts = [word.strip() for word in words]
+    for index, text in enumerate(texts):
+        match text:
+            case "primary" | "localhost" | "all" if text in texts[:index]:
+                problems.append(Problem(f"nodePortAddresses[{index}]", words[index], "is given twice"))
             case "primary":
                 found.append(text)
             case "localhost":
@@ -328,7 +331,8 @@ def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:
                     found.append(parse_cidr(text))
                 except ValueError:
                     problems.append(Problem(
-                        f"nodePortAddresses[{index}]", word, "must be a CIDR, primary, localhost or all"))
+                        f"nodePortAddresses[{index}]", words[index],
+                        "must be a CIDR, primary, localhost or all"))
     if problems:
         raise ConfigError(tuple(problems))
     return tuple(found)

@@ -357,6 +357,7 @@ CIDR = "must be a CIDR, primary, localhost or all"
         ("bindAddress: 10.0.0.0/8", "bindAddress: '10.0.0.0/8': must be an IP address"),
         ("nodePortAddresses: [x]", f"nodePortAddresses[0]: 'x': {CIDR}"),
         ("nodePortAddresses: [primary, Localhost]", f"nodePortAddresses[1]: 'Localhost': {CIDR}"),
+        ("nodePortAddresses: [all, 10.0.0.0/8, all]", "nodePortAddresses[2]: 'all': is given twice"),
         (
             "showHiddenMetricsForVersion: '1.34'",
             "showHiddenMetricsForVersion: '1.34': must be the previous minor version, "
