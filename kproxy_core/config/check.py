@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kproxy_core.config.file import KubeProxyConfiguration, Logging, Problem
+from kproxy_core.config.file import Kproxy, KubeProxyConfiguration, Logging, Problem
 from kproxy_core.model.address import parse_cidr
 from kproxy_core.model.duration import Duration
 
@@ -108,6 +108,8 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("kproxy.ownTables", ("auto", "never").__contains__, "must be auto or never"),
     ("kproxy.trafficMetrics", (False, "off", "service", "endpoint").__contains__,
      "must be off, service or endpoint"),
+    ("kproxy.removedEndpoints", ("keep", "reset").__contains__, "must be keep or reset"),
+    ("kproxy.endpointHealth", (False, "off", "passive").__contains__, "must be off or passive"),
     ("kproxy.maxSeries", lambda count: count > 0, _POSITIVE),
     ("configSyncPeriod", lambda seconds: seconds > 0, _POSITIVE),
     ("iptables.masqueradeBit", range(32).__contains__, _WITHIN_A_MARK),
@@ -130,12 +132,20 @@ def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
         if gate.locked and document.feature_gates.get(name, gate.default) is not gate.default:
             locked_to = "true" if gate.default else "false"
             yield Problem(f"featureGates.{name}", not gate.default, f"is locked to {locked_to}")
+    yield from _last_resort(document.kproxy)
     yield from _periods(document)
     if document.mode == "nftables" and not 0 <= (bit := document.nftables.masquerade_bit) <= 31:
         yield Problem("nftables.masqueradeBit", bit, _WITHIN_A_MARK)
     yield from _ipvs(document)
     yield from _negative("conntrack", document.conntrack)
     yield from _logging(document.logging, gates_in_effect(document.feature_gates)["LoggingAlphaOptions"])
+
+
+def _last_resort(section: Kproxy) -> Iterator[Problem]:
+    try:
+        _ = section.last_resort_seconds
+    except ValueError as error:
+        yield Problem("kproxy.lastResort", section.last_resort, str(error))
 
 
 def _periods(document: KubeProxyConfiguration) -> Iterator[Problem]:

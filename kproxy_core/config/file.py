@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from kproxy_core.model.duration import DefaultDuration, Duration, NumberOrDuration, duration_from
+from kproxy_core.model.service import parse_last_resort
 
 API_VERSION = "kubeproxy.config.k8s.io/v1alpha1"
 KIND = "KubeProxyConfiguration"
@@ -159,12 +160,24 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     ``off`` as false, which means the same."""
     max_series: Int32 = 10_000
     """Maximum number of series of traffic metrics; all others are added up in one."""
+    removed_endpoints: str = "keep"
+    """``keep`` or ``reset``: what happens to connections to endpoints that were removed."""
+    endpoint_health: str | bool = "off"
+    """``off`` (false, as above) or ``passive``: whether silent endpoints are avoided."""
+    last_resort: str | bool = "off"
+    """``off`` (false, as above), or the duration for which the endpoints that were ready last are used while
+    none is ready."""
     backend_options: dict[str, dict[str, Any]] = {}
     """Options of backends without a section in kube-proxy's format, by mode."""
 
     @property
     def count_traffic(self) -> bool:
         return self.traffic_metrics in ("service", "endpoint")
+
+    @property
+    def last_resort_seconds(self) -> float:
+        """0: off. Raises ValueError if `last_resort` is wrong."""
+        return parse_last_resort("off" if self.last_resort is False else str(self.last_resort))
 
 
 _SECTIONS = {"ebpf": "nftables"}

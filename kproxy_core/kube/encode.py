@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kproxy_core.model.address import Address, Cidr, format_address
+from kproxy_core.model.duration import Duration
 from kproxy_core.model.service import Endpoint, EndpointSlice, Service
 
 Json = dict[str, Any]
@@ -31,7 +32,12 @@ def encode_service(service: Service) -> Json:
     return {
         "apiVersion": "v1", "kind": "Service", "metadata": {
             "namespace": service.name.namespace, "name": service.name.name,
-            **({"creationTimestamp": service.created} if service.created else {})},
+            **({"creationTimestamp": service.created} if service.created else {}),
+            **_annotations({
+                "kproxy.dev/removed-endpoints": service.removed_endpoints,
+                "kproxy.dev/endpoint-health": service.endpoint_health,
+                "kproxy.dev/last-resort": _last_resort(service.last_resort),
+                "kproxy.dev/hash": service.hash_by})},
         "spec": spec, "status": {"loadBalancer": {"ingress": ingress}},
     }  # fmt: skip
 
@@ -40,7 +46,8 @@ def encode_slice(piece: EndpointSlice) -> Json:
     return {
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": {
             "namespace": piece.name.namespace, "name": piece.name.name,
-            "labels": {"kubernetes.io/service-name": piece.service.name}},
+            "labels": {"kubernetes.io/service-name": piece.service.name},
+            **_annotations({"service.cilium.io/weight": "" if piece.weight is None else str(piece.weight)})},
         "addressType": piece.family.label,
         "ports": [
             {"name": port.name, "protocol": port.protocol.name, "port": port.port} for port in piece.ports],
@@ -62,6 +69,15 @@ def encode_service_cidr(cidrs: Iterable[Cidr]) -> Json:
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "kubernetes"},
         "spec": {"cidrs": list(map(str, cidrs))},
     }  # fmt: skip
+
+
+def _annotations(values: Json) -> Json:
+    given = {key: value for key, value in values.items() if value}
+    return {"annotations": given} if given else {}
+
+
+def _last_resort(seconds: float | None) -> str:
+    return "" if seconds is None else str(Duration(seconds)) if seconds else "off"
 
 
 def _type(service: Service) -> str:

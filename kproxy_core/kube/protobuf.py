@@ -152,7 +152,8 @@ def to_service(message: Any) -> wire.Service:
         wire.ServiceMeta(
             meta.name, meta.namespace, meta.resource_version,
             creation_timestamp=_time(meta.creation_timestamp),
-            labels=wire.ServiceLabels(meta.labels.get("service.kubernetes.io/service-proxy-name", UNSET))),
+            labels=wire.ServiceLabels(meta.labels.get("service.kubernetes.io/service-proxy-name", UNSET)),
+            annotations=_service_annotations(meta.annotations) if meta.annotations else None),
         wire.ServiceSpec(
             spec.type, spec.cluster_ip or None, spec.cluster_ips, spec.ip_families,
             [_service_port(port) for port in spec.ports], spec.external_ips,
@@ -160,6 +161,14 @@ def to_service(message: Any) -> wire.Service:
             _affinity(spec.session_affinity_config) if spec.HasField("session_affinity_config") else None,
             spec.external_traffic_policy, spec.internal_traffic_policy, spec.health_check_node_port),
         _service_status(message.status))
+
+
+def _service_annotations(given: Any) -> wire.ServiceAnnotations:
+    return wire.ServiceAnnotations(
+        removed_endpoints=given.get("kproxy.dev/removed-endpoints"),
+        endpoint_health=given.get("kproxy.dev/endpoint-health"),
+        last_resort=given.get("kproxy.dev/last-resort"),
+        hash_by=given.get("kproxy.dev/hash"))
 
 
 def to_slice(message: Any) -> wire.EndpointSlice:
@@ -172,7 +181,9 @@ def to_slice(message: Any) -> wire.EndpointSlice:
                 labels.get("kubernetes.io/service-name"),
                 labels.get("service.kubernetes.io/headless", UNSET)),
             annotations=wire.SliceAnnotations(
-                trigger_time=annotations.get("endpoints.kubernetes.io/last-change-trigger-time"))),
+                trigger_time=annotations.get("endpoints.kubernetes.io/last-change-trigger-time"),
+                weight=annotations.get("kproxy.dev/weight"),
+                cilium_weight=annotations.get("service.cilium.io/weight"))),
         message.address_type,
         cast("list[wire.Endpoint]", [_endpoint(raw) for raw in message.endpoints]),
         [_slice_port(port) for port in message.ports])

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import chain
 from sys import intern
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from kproxy_core.kube import wire
 from kproxy_core.model.address import (
@@ -33,6 +34,8 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import (
+    DEFAULT_WEIGHT,
+    HIGHEST_WEIGHT,
     Endpoint,
     EndpointSlice,
     PortSpec,
@@ -40,6 +43,7 @@ from kproxy_core.model.service import (
     ServiceName,
     SliceName,
     SlicePort,
+    parse_last_resort,
 )
 
 M = TypeVar("M", bound=wire.ObjectMeta)
@@ -75,6 +79,7 @@ _MAX_AFFINITY_SECONDS = 86400
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
 _FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
 _NO_CONDITIONS = wire.Conditions()
+_NO_SETTINGS = wire.ServiceAnnotations()
 _NOWHERE: frozenset[str] = frozenset()
 _new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
@@ -266,7 +271,7 @@ def _to_service(
     external_local = _is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy", found) and (
         spec.type in ("NodePort", "LoadBalancer") or bool(spec.external_ips)
     )
-    return ServiceSet(Service(
+    service = Service(
         name=name,
         ports=ports,
         cluster_ips=cluster_ips,
@@ -281,7 +286,55 @@ def _to_service(
             _health_check_node_port(spec.health_check_node_port, found)
             if external_local and spec.type == "LoadBalancer" else 0
         ),
-    ), origin_of(meta))
+    )
+    if meta.annotations is not None and meta.annotations != _NO_SETTINGS:
+        service = _with_settings(service, meta.annotations, found)
+    return ServiceSet(service, origin_of(meta))
+
+
+def _with_settings(service: Service, given: wire.ServiceAnnotations, found: FieldErrors) -> Service:
+    return replace(
+        service,
+        removed_endpoints=_setting(given.removed_endpoints, "kproxy.dev/removed-endpoints",
+                                   _one_of("keep", "reset"), "", found),
+        endpoint_health=_setting(given.endpoint_health, "kproxy.dev/endpoint-health",
+                                 _one_of("off", "passive"), "", found),
+        last_resort=_setting(given.last_resort, "kproxy.dev/last-resort", parse_last_resort, None, found),
+        hash_by=_setting(given.hash_by, "kproxy.dev/hash", _one_of("client", "flow"), "", found),
+    )  # fmt: skip
+
+
+def _setting(
+    given: object, annotation: str, read: Callable[[str], T], default: T, found: FieldErrors
+) -> T:
+    """Return the value of an annotation that this proxy defines; *default* if it is absent or wrong."""
+    if given is None:
+        return default
+    try:
+        if not isinstance(given, str):
+            raise ValueError("must be a string, in quotes")
+        return read(given)
+    except ValueError as error:
+        found.add(f"metadata.annotations[{annotation}]", f"{quoted(str(given))} is ignored: it {error}")
+        return default
+
+
+def _one_of(*words: str) -> Callable[[str], Any]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {' or '.join(words)}")
+        return text
+
+    return read
+
+
+def _whole_number(highest: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= highest):
+            raise ValueError(f"must be a whole number from 0 to {highest}")
+        return int(text)
+
+    return read
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
@@ -472,15 +525,26 @@ def _to_slice(
     if len(endpoints) * len(ports) > MAX_DESTINATIONS:
         many = f"{len(ports)} of them with {len(endpoints)} endpoints each is too much"
         raise FieldError("ports", many)
-    stamp = meta.annotations.trigger_time if meta.annotations else None
+    annotations = meta.annotations or wire.SliceAnnotations()
+    stamp = annotations.trigger_time
     piece = EndpointSlice(
         name,
         _new(ServiceName, (name.namespace, intern(service))),
         family,
         read_ports(ports, "ports", found),
         _endpoints(endpoints, family, found),
+        _weight(annotations, found),
     )
     return SliceSet(piece, origin_of(meta), read_trigger_time(stamp, found) if stamp else None)
+
+
+def _weight(given: wire.SliceAnnotations, found: FieldErrors) -> int | None:
+    """Return the weight by our annotation, else by Cilium's (cilium #46061)."""
+    ours = _setting(given.weight, "kproxy.dev/weight", _whole_number(DEFAULT_WEIGHT), None, found)
+    if ours is not None:
+        return ours
+    highest = _whole_number(HIGHEST_WEIGHT)
+    return _setting(given.cilium_weight, "service.cilium.io/weight", highest, None, found)
 
 
 @share_ports

@@ -9,6 +9,9 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 Text = str | None
+Setting = object
+"""The value of an annotation that this proxy defines; None: it is absent. A manifest may have anything here,
+and is used without the annotation then; an API server admits only strings."""
 Label = str | UnsetType | None
 """A label's value; UNSET: it is absent."""
 
@@ -33,9 +36,17 @@ class ServiceLabels(Struct, frozen=True, gc=False):
     proxy_name: Label = field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
 
 
+class ServiceAnnotations(Annotations, frozen=True, gc=False):
+    removed_endpoints: Setting = field(default=None, name="kproxy.dev/removed-endpoints")
+    endpoint_health: Setting = field(default=None, name="kproxy.dev/endpoint-health")
+    last_resort: Setting = field(default=None, name="kproxy.dev/last-resort")
+    hash_by: Setting = field(default=None, name="kproxy.dev/hash")
+
+
 class ServiceMeta(ObjectMeta, frozen=True, gc=False):
     creation_timestamp: Text = field(default=None, name="creationTimestamp")
     labels: ServiceLabels | None = None
+    annotations: ServiceAnnotations | None = None
 
 
 class ServicePort(Struct, frozen=True, gc=False, rename="camel"):
@@ -94,6 +105,8 @@ class SliceLabels(Struct, frozen=True, gc=False):
 
 class SliceAnnotations(Annotations, frozen=True, gc=False):
     trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+    weight: Setting = field(default=None, name="kproxy.dev/weight")
+    cilium_weight: Setting = field(default=None, name="service.cilium.io/weight")
 
 
 class SliceMeta(ObjectMeta, frozen=True, gc=False):

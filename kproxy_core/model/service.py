@@ -4,11 +4,31 @@ The rules for each field are in kube-proxy 1.36, pkg/proxy/serviceport.go and se
 """
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, parse_address
+from kproxy_core.model.duration import Duration
+
+LONGEST_LAST_RESORT = Duration(3600)
+DEFAULT_WEIGHT = 100
+"""The weight of endpoints whose slice has none, and the highest that our annotation takes."""
+HIGHEST_WEIGHT = 65535
+"""The highest that Cilium's annotation takes."""
+
+
+def parse_last_resort(text: str) -> float:
+    """Read ``off`` or a duration, in seconds; 0: off. Raises ValueError."""
+    if text == "off":
+        return 0
+    try:
+        seconds = Duration.parse(text)
+    except ValueError:
+        seconds = Duration(0)
+    if 1 <= seconds <= LONGEST_LAST_RESORT:
+        return seconds
+    raise ValueError(f"must be off, or a duration from 1s to {LONGEST_LAST_RESORT}")
 
 
 class ServiceName(NamedTuple):
@@ -68,6 +88,15 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
     external_policy_local: bool = False
     """False for a Service that is not externally accessible by its type."""
     health_check_node_port: int = 0
+    removed_endpoints: Literal["", "keep", "reset"] = ""
+    """What happens to connections to endpoints that were removed; "": what the node's configuration says."""
+    endpoint_health: Literal["", "off", "passive"] = ""
+    """Whether silent endpoints are avoided; "": what the node's configuration says."""
+    last_resort: float | None = None
+    """Seconds for which the endpoints that were ready last are used while none is ready; 0: never; None: what
+    the node's configuration says."""
+    hash_by: Literal["", "client", "flow"] = ""
+    """What chooses the endpoint: a hash of the client's address or of the flow; "": chance."""
 
     def cluster_ip(self, family: Family) -> Address | None:
         for address in self.cluster_ips:
@@ -133,6 +162,8 @@ class EndpointSlice(Struct, frozen=True, dict=True):
     family: Family
     ports: tuple[SlicePort, ...]
     endpoints: tuple[Endpoint, ...]
+    weight: int | None = None
+    """Of each of its endpoints, 0 (no new connections) to `HIGHEST_WEIGHT`; None: not given."""
 
     @cached_property
     def rows(self) -> dict[tuple[str, Protocol], list[Row]]:

@@ -6,6 +6,7 @@ Addresses and ports are given as text, in the words of the field: ``10.96.0.1``,
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, parse_address, parse_cidr
@@ -61,6 +62,8 @@ def service(
     name: str = "web", *ports: str, ip: str = "10.96.0.1", created: str = "2026-01-01T00:00:00Z",
     external_ips: str = "", load_balancer_ips: str = "", source_ranges: str = "", affinity: int = 0,
     internal_local: bool = False, external_local: bool = False, health_check_node_port: int = 0,
+    removed_endpoints: Literal["", "keep", "reset"] = "", endpoint_health: Literal["", "off", "passive"] = "",
+    last_resort: float | None = None, hash_by: Literal["", "client", "flow"] = "",
 ) -> Service:
     """Return a Service; without *ports* it has ``80``. *ip* may list one address of each family."""
     return Service(
@@ -75,6 +78,10 @@ def service(
         internal_policy_local=internal_local,
         external_policy_local=external_local,
         health_check_node_port=health_check_node_port,
+        removed_endpoints=removed_endpoints,
+        endpoint_health=endpoint_health,
+        last_resort=last_resort,
+        hash_by=hash_by,
     )
 
 
@@ -96,7 +103,7 @@ def endpoint(
 
 def endpoint_slice(
     service: str, *endpoints: Endpoint | str, ports: Sequence[str] = ("8080",), name: str = "",
-    family: Family | None = None,
+    family: Family | None = None, weight: int | None = None,
 ) -> EndpointSlice:
     """Return a slice of *service*, of the family of its endpoints. Plain text stands for a ready endpoint."""
     of = service_name(service)
@@ -108,6 +115,7 @@ def endpoint_slice(
         family=family or (family_of(built[0].address) if built else Family.IPV4),
         ports=tuple(SlicePort(spec.name, spec.protocol, spec.port) for spec in specs),
         endpoints=built,
+        weight=weight,
     )
 
 

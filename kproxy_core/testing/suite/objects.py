@@ -121,6 +121,7 @@ def _slice(short: Json, family: str) -> Json:
         "metadata": {
             "name": short.get("name", f"{service}-1"), "namespace": short.get("namespace", "default"),
             "labels": {"kubernetes.io/service-name": service},
+            **({"annotations": short["annotations"]} if "annotations" in short else {}),
         },
         "addressType": short.get("addressType", _type_of(family)),
         "endpoints": [e for entry in short.get("endpoints", ()) for e in _endpoints(entry, family)],

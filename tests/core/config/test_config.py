@@ -189,6 +189,18 @@ def test_bind_addresses(own: str, healthz: str, metrics: str, wanted: tuple[tupl
         assert (config.healthz_bind_address, config.metrics_bind_address) == tuple(bind(*w) for w in wanted)
 
 
+@pytest.mark.parametrize(("section", "wanted"), [
+    ("{}", ("keep", "off", 0)),
+    ("{removedEndpoints: reset, endpointHealth: passive, lastResort: 30s}", ("reset", "passive", 30)),
+    ("{removedEndpoints: keep, endpointHealth: off, lastResort: off}", ("keep", False, 0)),
+    ("{endpointHealth: 'off', lastResort: 'off'}", ("keep", "off", 0)),
+    ("{lastResort: 1h}", ("keep", "off", 3600)),
+])
+def test_endpoints_that_leave_or_fail(section: str, wanted: tuple[str, str | bool, float]) -> None:
+    found = from_file(f"kproxy: {section}\n").kproxy
+    assert (found.removed_endpoints, found.endpoint_health, found.last_resort_seconds) == wanted
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -416,6 +428,13 @@ CIDR = "must be a CIDR, primary, localhost or all"
             "logging.options.json.infoBufferSize: '4Ki': needs the feature gate LoggingAlphaOptions",
         ),
         ("hostnameOverride: '  '", "hostnameOverride: '  ': must not be blank"),
+        ("kproxy: {removedEndpoints: drop}", "kproxy.removedEndpoints: 'drop': must be keep or reset"),
+        ("kproxy: {endpointHealth: on}", "kproxy.endpointHealth: True: must be off or passive"),
+        *(
+            (f"kproxy: {{lastResort: {text}}}",
+             f"kproxy.lastResort: {value!r}: must be off, or a duration from 1s to 1h0m0s")
+            for text, value in (("on", True), ("soon", "soon"), ("0s", "0s"), ("1h1s", "1h1s"), ("''", ""))
+        ),
     ],
 )
 def test_each_rule(text: str, problem: str) -> None:

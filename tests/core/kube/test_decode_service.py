@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.kube.decode import SERVICES
 from kproxy_core.kube.reading import Reading
@@ -357,3 +358,43 @@ def test_a_refusal_is_one_readable_line() -> None:
         "Service shop/web: spec.clusterIP: '10.96.300.1' is not an IP address")
     assert refusal({"clusterIP": "10.96.0.1", "ports": [{"port": 0}]}) == (
         "Service shop/web: spec.ports[0].port: 0 is not a port (1 to 65535)")
+
+
+@pytest.mark.parametrize(("name", "text", "field", "value"), [
+    ("removed-endpoints", "keep", "removed_endpoints", "keep"),
+    ("removed-endpoints", "reset", "removed_endpoints", "reset"),
+    ("endpoint-health", "off", "endpoint_health", "off"),
+    ("endpoint-health", "passive", "endpoint_health", "passive"),
+    ("last-resort", "off", "last_resort", 0),
+    ("last-resort", "1s", "last_resort", 1),
+    ("last-resort", "1m30s", "last_resort", 90),
+    ("last-resort", "1h", "last_resort", 3600),
+    ("hash", "client", "hash_by", "client"),
+    ("hash", "flow", "hash_by", "flow"),
+])
+def test_annotations(name: str, text: str, field: str, value: object) -> None:
+    found, complaints = served(annotations={f"kproxy.dev/{name}": text, "else": "any"})
+    assert found == replace(service("web", created=""), name=service_name("shop/web"), **{field: value})
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("name", "value", "problem"), [
+    ("removed-endpoints", "drop", "'drop' is ignored: it must be keep or reset"),
+    ("removed-endpoints", "", "'' is ignored: it must be keep or reset"),
+    ("endpoint-health", "Passive", "'Passive' is ignored: it must be off or passive"),
+    ("endpoint-health", False, "'False' is ignored: it must be a string, in quotes"),
+    ("last-resort", "30", "'30' is ignored: it must be off, or a duration from 1s to 1h0m0s"),
+    ("last-resort", "999ms", "'999ms' is ignored: it must be off, or a duration from 1s to 1h0m0s"),
+    ("last-resort", "61m", "'61m' is ignored: it must be off, or a duration from 1s to 1h0m0s"),
+    ("last-resort", "-30s", "'-30s' is ignored: it must be off, or a duration from 1s to 1h0m0s"),
+    ("last-resort", 30, "'30' is ignored: it must be a string, in quotes"),
+    ("hash", "url", "'url' is ignored: it must be client or flow"),
+    ("hash", ["client"], "\"['client']\" is ignored: it must be a string, in quotes"),
+])
+def test_a_wrong_annotation_does_not_affect_the_service(name: str, value: object, problem: str) -> None:
+    plain = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
+    reading = read(plain, annotations={f"kproxy.dev/{name}": value})
+    assert isinstance(reading.value, ServiceSet)
+    assert reading.value.service == service("shop/web", created="")
+    assert [str(bad) for bad in reading.bad] == [
+        f"Service shop/web: metadata.annotations[kproxy.dev/{name}]: {problem}"]

@@ -189,6 +189,37 @@ def test_trigger_time(stamp: str, moment: float | None, bad: list[str]) -> None:
     assert (reading.value.trigger_time, [bad.field for bad in reading.bad]) == (moment, bad)
 
 
+OURS, CILIUMS = "kproxy.dev/weight", "service.cilium.io/weight"
+
+
+@pytest.mark.parametrize(("annotations", "weight", "bad"), [
+    ({}, None, []),
+    ({OURS: "0"}, 0, []),
+    ({OURS: "100"}, 100, []),
+    ({OURS: "101"}, None, [OURS]),
+    ({OURS: "-1"}, None, [OURS]),
+    ({OURS: ""}, None, [OURS]),
+    ({OURS: "1.5"}, None, [OURS]),
+    ({OURS: " 1"}, None, [OURS]),
+    ({OURS: "\u0663"}, None, [OURS]),
+    ({OURS: "9" * 5000}, None, [OURS]),
+    ({OURS: 3}, None, [OURS]),
+    ({OURS: {"a": [1]}}, None, [OURS]),
+    ({OURS: None}, None, []),
+    ({CILIUMS: "0"}, 0, []),
+    ({CILIUMS: "65535"}, 65535, []),
+    ({CILIUMS: "65536"}, None, [CILIUMS]),
+    ({CILIUMS: "heavy"}, None, [CILIUMS]),
+    ({OURS: "5", CILIUMS: "7"}, 5, []),
+    ({OURS: "heavy", CILIUMS: "7"}, 7, [OURS]),
+    ({OURS: "5", "kubectl.kubernetes.io/last-applied-configuration": '{"kproxy.dev/weight": "7"}'}, 5, []),
+], ids=lambda value: str(value)[:60])
+def test_weight(annotations: Json, weight: int | None, bad: list[str]) -> None:
+    found, complaints = taken(annotations=annotations)
+    assert found == endpoint_slice("shop/web", "10.1.0.1", weight=weight)
+    assert complaints == [f"metadata.annotations[{name}]" for name in bad]
+
+
 # --- Endpoints, mirrored
 
 

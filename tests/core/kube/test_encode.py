@@ -19,6 +19,9 @@ SERVICES_OF_ANY_KIND = {
         "shop/web", "http:80@30080", external_ips="203.0.113.1 2001:db8::1", load_balancer_ips="203.0.113.2",
         source_ranges="192.0.2.0/24", external_local=True, affinity=60),
     "internal": service("shop/web", "80", internal_local=True),
+    "annotated": service("shop/web", removed_endpoints="reset", endpoint_health="passive", last_resort=90,
+                         hash_by="flow"),
+    "annotated off": service("shop/web", removed_endpoints="keep", endpoint_health="off", last_resort=0),
 }  # fmt: skip
 
 
@@ -37,6 +40,8 @@ SLICES = {
     "hints": endpoint_slice(
         "shop/web", endpoint("10.1.1.1", "node1", zones="a b", nodes="node1"), ports=["http:8080"]),
     "IPv6": endpoint_slice("shop/web", "fd00::1", ports=["8080"]),
+    "weight": endpoint_slice("shop/web", "10.1.1.1", weight=65535),
+    "no weight left": endpoint_slice("shop/web", "10.1.1.1", weight=0),
 }  # fmt: skip
 
 
