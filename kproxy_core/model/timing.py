@@ -1,8 +1,13 @@
-"""Delays and rates as functions of a clock: back-off and token bucket."""
+"""Delays, rates and deadlines as functions of a clock: back-off, token bucket and agenda."""
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+_K = TypeVar("_K", bound=Hashable)
 
 _FIRST = 0.1
 """Delay in seconds after the first failure."""
@@ -91,3 +96,45 @@ class TokenBucket:
         with self._lock:
             taken = max(self._full_at, started) + self._interval
             self._full_at = min(taken, started + self._slack + self._interval) + ended - started
+
+
+class Agenda(Generic[_K]):
+    """Keys, each with the time at which it is due. A change costs the logarithm of their number."""
+
+    __slots__ = ("_at", "_heap", "_serial")
+
+    def __init__(self) -> None:
+        self._at: dict[_K, float] = {}
+        self._heap: list[tuple[float, int, _K]] = []
+        """The same, and times that no longer count."""
+        self._serial = count()
+
+    @property
+    def next_at(self) -> float | None:
+        """Time at which the first key is due; None: there is no key."""
+        heap = self._heap
+        while heap and self._at.get(heap[0][2]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def add(self, key: _K, at: float) -> None:
+        """Have *key* due at *at*, unless it is due earlier."""
+        if at >= self._at.get(key, math.inf):
+            return
+        self._at[key] = at
+        heappush(self._heap, (at, next(self._serial), key))
+        if len(self._heap) > 2 * len(self._at) + 100:
+            self._heap = [(time, next(self._serial), each) for each, time in self._at.items()]
+            heapify(self._heap)
+
+    def discard(self, key: _K) -> None:
+        self._at.pop(key, None)
+
+    def take_due(self, now: float) -> list[_K]:
+        """Return the keys that are due at *now*, the first ones first, and drop them."""
+        due = []
+        while (at := self.next_at) is not None and at <= now:
+            key = heappop(self._heap)[2]
+            del self._at[key]
+            due.append(key)
+        return due

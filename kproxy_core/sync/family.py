@@ -92,21 +92,23 @@ class FamilySync:
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time, not before *now*, at which `turn` has work without a further request."""
-        at = self.pacing.next_wakeup(now)
-        if not self.plans.waiting or self._failures:
-            return at
-        giants_at = max(now, self._giants_rest_until)
-        return giants_at if at is None else min(at, giants_at)
+        times = [self.pacing.next_wakeup(now), self.plans.next_time]
+        if self.plans.waiting and not self._failures:
+            times.append(self._giants_rest_until)
+        return min((max(now, at) for at in times if at is not None), default=None)
 
     def turn(self) -> None:
         """Sync if that is due. Raises Unsupported if the backend cannot work here.
 
         Giants are planned one by one, when no other Service waits.
         """
-        scope = self.pacing.due(self._clock())
+        now = self._clock()
+        if self.plans.set_time(now):
+            self.request()
+        scope = self.pacing.due(now)
         self._is_for_giant = False
         if scope is None:
-            if not self.plans.waiting or self._failures or self._clock() < self._giants_rest_until:
+            if not self.plans.waiting or self._failures or now < self._giants_rest_until:
                 return
             scope, self._is_for_giant = Scope.CHANGED, True
         started, self._cpu_before = self._clock(), self._cpu()

@@ -8,6 +8,7 @@ from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import EndpointSlice, ServiceName, ServicePortKey
+from kproxy_core.model.timing import Agenda
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.endpoints import (
     MOST_DESTINATIONS,
@@ -41,7 +42,8 @@ class HealthCheck(NamedTuple):
 class FamilyPlans:
     """Plans changes and remembers them until `acknowledge`. One thread, no I/O.
 
-    Only changed Services are planned; all are after a change of the node's name, zone or address.
+    Only changed Services are planned, and those whose time has come (`plan_again`); all are after a change of
+    the node's name, zone or address.
     """
 
     def __init__(self, family: Family, store: Store) -> None:
@@ -50,6 +52,8 @@ class FamilyPlans:
         """Set by `set_node`."""
         self.addresses: frozenset[Address] = frozenset()
         """Addresses of the node's interfaces, set by `set_node`. No plan depends on them."""
+        self.now = 0.0
+        """Monotonic seconds, set by `set_time`."""
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         """Plans of all service ports."""
         self.node_changed = True
@@ -61,6 +65,7 @@ class FamilyPlans:
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
         self._dirty: set[ServiceName] = set()
+        self._again: Agenda[ServiceName] = Agenda()
         self._giants: set[ServiceName] = set()
         """Giants among the planned Services."""
         self._waiting: dict[ServiceName, None] = {}
@@ -87,6 +92,22 @@ class FamilyPlans:
             self._dirty.update(self._store.services)
         return True
 
+    def set_time(self, now: float) -> bool:
+        """Plan for the time *now*. Return True if a Service must be planned again because of it."""
+        self.now = now
+        due = self._again.take_due(now)
+        self._dirty.update(due)
+        return bool(due)
+
+    def plan_again(self, name: ServiceName, at: float) -> None:
+        """Have a Service planned at *at*, even if nothing changes, unless it is planned before."""
+        self._again.add(name, at)
+
+    @property
+    def next_time(self) -> float | None:
+        """The next time for which `set_time` returns True; None: never."""
+        return self._again.next_at
+
     def plan(self, most_giants: int | None = None) -> list[Conflict]:
         """Bring the plans up to date with the store. Return new frontend conflicts.
 
@@ -104,6 +125,7 @@ class FamilyPlans:
                 del names[name]
         touched: set[ServiceName] = set()
         for name in names:
+            self._again.discard(name)
             service = self._store.services.get(name)
             wanted: tuple[ServicePlan, ...] = ()
             if service is not None:

@@ -1,8 +1,10 @@
-"""Back-off and token bucket, told the time by the test."""
+"""Back-off, token bucket and agenda, told the time by the test."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kproxy_core.model.timing import LONGEST_ASKED, STABLE, Backoff, TokenBucket
+from kproxy_core.model.timing import LONGEST_ASKED, STABLE, Agenda, Backoff, TokenBucket
 
 # -- back-off
 
@@ -65,3 +67,32 @@ def test_refilling_pauses_during_charged_work_and_work_leaves_no_debt() -> None:
     bucket.charge(108.0, 108.0)
     bucket.charge(108.0, 108.0)
     assert bucket.next_at == 109.0
+
+
+# -- agenda
+
+def test_keys_are_due_in_order_each_at_its_earliest_time() -> None:
+    agenda: Agenda[str] = Agenda()
+    for key, at in [("a", 30.0), ("b", 20.0), ("a", 10.0), ("b", 25.0), ("c", 5.0)]:
+        agenda.add(key, at)
+    agenda.discard("c")
+    assert agenda.next_at == 10.0
+    assert agenda.take_due(9.9) == []
+    assert agenda.take_due(20.0) == ["a", "b"]
+    assert agenda.next_at is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 9)), max_size=400), st.integers(0, 9))
+def test_an_agenda_agrees_with_a_dictionary(steps: list[tuple[int, int | None]], now: int) -> None:
+    agenda: Agenda[int] = Agenda()
+    times: dict[int, int] = {}
+    for key, at in steps:
+        if at is None:
+            agenda.discard(key)
+            times.pop(key, None)
+        else:
+            agenda.add(key, at)
+            times[key] = min(at, times.get(key, at))
+    assert agenda.next_at == min(times.values(), default=None)
+    assert sorted(agenda.take_due(now)) == sorted(key for key, at in times.items() if at <= now)
+    assert agenda.next_at == min((at for at in times.values() if at > now), default=None)

@@ -172,6 +172,27 @@ def test_everything_is_synced_again_after_the_period() -> None:
     assert (update.scope, update.changed, len(update.plans)) == (Scope.RESYNC, {}, 1)
 
 
+def test_a_service_is_planned_again_at_its_time_without_an_event() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB, WEB_SLICE)
+    plans_of_family = rig.loop.plans[V4]
+    for at in (30.0, 20.0):
+        plans_of_family.plan_again(service_name("web"), at)
+    rig.recorder.successes.clear()
+    for now, wakeup, successes in [(19.9, 20.0, 0), (20.0, 3600.0, 1)]:
+        rig.clock.now = now
+        assert rig.turn() == [], "nothing differs"
+        assert (rig.loop.next_wakeup(), len(rig.recorder.successes)) == (wakeup, successes)
+
+
+def test_a_service_that_was_planned_meanwhile_is_not_planned_again() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB, WEB_SLICE)
+    rig.loop.plans[V4].plan_again(service_name("web"), 20.0)
+    rig.say(SliceSet(endpoint_slice("web", "10.0.0.2")))
+    assert rig.loop.next_wakeup() == 3600.0
+
+
 def test_a_backend_that_does_not_watch_gets_frequent_full_syncs() -> None:
     rig = Rig()
     rig.backend.watches = False
