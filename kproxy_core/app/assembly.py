@@ -164,7 +164,8 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", observe
 
 def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
     external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
-    return Store(families, source.kinds, time.time(), external_ips=external_ips)
+    return Store(families, source.kinds, time.time(), external_ips=external_ips,
+                 last_resort=config.kproxy.last_resort_seconds)
 
 
 def make_events(

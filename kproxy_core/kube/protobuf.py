@@ -54,9 +54,9 @@ _MESSAGES = {
     "ServiceSpec": "ports=1 repeated bytes, cluster_ip=3 string, type=4 string, "
                    "external_ips=5 repeated string, session_affinity=7 string, "
                    "load_balancer_source_ranges=9 repeated string, external_traffic_policy=11 string, "
-                   "health_check_node_port=12 int32, session_affinity_config=14 SessionAffinityConfig, "
-                   "cluster_ips=18 repeated string, ip_families=19 repeated string, "
-                   "internal_traffic_policy=22 string",
+                   "health_check_node_port=12 int32, publish_not_ready_addresses=13 bool, "
+                   "session_affinity_config=14 SessionAffinityConfig, cluster_ips=18 repeated string, "
+                   "ip_families=19 repeated string, internal_traffic_policy=22 string",
     "ServicePort": "name=1 string, protocol=2 string, port=3 int32, node_port=5 int32",
     "SessionAffinityConfig": "client_ip=1 ClientIPConfig",
     "ClientIPConfig": "timeout_seconds=1 int32",
@@ -159,7 +159,8 @@ def to_service(message: Any) -> wire.Service:
             [_service_port(port) for port in spec.ports], spec.external_ips,
             spec.load_balancer_source_ranges, spec.session_affinity,
             _affinity(spec.session_affinity_config) if spec.HasField("session_affinity_config") else None,
-            spec.external_traffic_policy, spec.internal_traffic_policy, spec.health_check_node_port),
+            spec.external_traffic_policy, spec.internal_traffic_policy, spec.health_check_node_port,
+            spec.publish_not_ready_addresses),
         _service_status(message.status))
 
 

@@ -289,6 +289,8 @@ def _to_service(
     )
     if meta.annotations is not None and meta.annotations != _NO_SETTINGS:
         service = _with_settings(service, meta.annotations, found)
+    if spec.publish_not_ready_addresses:  # Its clients do not care about readiness.
+        service = replace(service, last_resort=0)
     return ServiceSet(service, origin_of(meta))
 
 

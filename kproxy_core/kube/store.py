@@ -1,7 +1,7 @@
 """One state from the events of all sources, with the Services that changed.
 
-The state depends only on the last event for each object, never on their order. One exception: a Node
-without addresses or pod networks keeps those it had.
+The state depends only on the last event for each object, never on their order. Two exceptions: a Node without
+addresses or pod networks keeps those it had, and the last resort remembers endpoints that were ready.
 """
 
 import logging
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kproxy_core.model import events
 from kproxy_core.model.address import Cidr, Family, outermost
 from kproxy_core.model.node import NodeObject
+from kproxy_core.model.readiness import LostReadiness
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
 
 log = logging.getLogger("kproxy.sources")
@@ -28,6 +29,8 @@ class FamilyObjects(Struct):
 
     slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
     """The slices of each Service, by their name."""
+    lost: dict[ServiceName, LostReadiness] = {}
+    """The endpoints that were ready, of Services that have a last resort."""
     changed: dict[ServiceName, None] = {}
     """The Services that may have changed since `take_changed`, in that order."""
     was_taken: bool = False
@@ -70,11 +73,12 @@ class Store:
     *families*: families that this node serves; slices of others are dropped. *kinds*: sources to wait for.
     *started*: earlier trigger times (seconds since the epoch) are ignored, because they would measure the
     downtime of this process. *external_ips*: serve external IPs (feature gate AllowServiceExternalIPs;
-    CVE-2020-8554).
+    CVE-2020-8554). *last_resort*: the seconds of Services that do not say it themselves; 0: they have none.
     """
 
     def __init__(
-        self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True
+        self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True,
+        last_resort: float = 0.0,
     ) -> None:
         self.services: dict[ServiceName, Service] = {}
         self.origins: dict[ServiceName, str] = {}
@@ -93,6 +97,7 @@ class Store:
         """EndpointSlice events since the process started, even without a change."""
         self._started = started
         self._external_ips = external_ips
+        self._last_resort = last_resort
         self.families = {family: FamilyObjects() for family in families}
         self._slices: dict[SliceName, EndpointSlice] = {}
 
@@ -101,16 +106,24 @@ class Store:
         """Every source has delivered everything that existed when it started."""
         return not self.missing
 
-    def fold(self, event: events.Event) -> None:
+    def last_resort(self, name: ServiceName) -> float:
+        """Return the seconds for which a Service has a last resort; 0: it has none, or does not exist."""
+        service = self.services.get(name)
+        if service is None:
+            return 0.0
+        return self._last_resort if service.last_resort is None else service.last_resort
+
+    def fold(self, event: events.Event, now: float = 0.0) -> None:
+        """Take in *event*. *now*: monotonic seconds."""
         match event:
             case events.SliceSet():
-                self._set_slice(event)
+                self._set_slice(event, now)
             case events.ServiceSet():
                 self.origins[event.service.name] = event.origin
                 self._set_service(event.service.name, event.service, event.origin)
             case events.SliceGone(slice_name) if piece := self._slices.get(slice_name):
                 self.endpoint_changes += 1
-                self._remove(piece)
+                self._remove(piece, now)
             case events.ServiceGone(name):
                 self.origins.pop(name, None)
                 self._set_service(name, None, _DELETED)
@@ -146,12 +159,15 @@ class Store:
             del self.services[name]
         else:
             self.services[name] = service
+        forget = not self.last_resort(name)
         for state in self.families.values():
+            if forget:
+                state.lost.pop(name, None)
             self._mark_changed(state, name)
             state.note("Service", name, origin)
             state.pending_services += 1
 
-    def _set_slice(self, event: events.SliceSet) -> None:
+    def _set_slice(self, event: events.SliceSet, now: float) -> None:
         piece = event.slice
         known = self._slices.get(piece.name)
         state = self.families.get(piece.family)
@@ -160,18 +176,20 @@ class Store:
         if known == piece:
             return
         if known is not None and (known.service != piece.service or known.family is not piece.family):
-            self._remove(known)
+            self._remove(known, now)
+            known = None
         if state is None:
             return
         self._slices[piece.name] = piece
         state.slices.setdefault(piece.service, {})[piece.name.name] = piece
+        self._follow_readiness(state, piece.service, known, piece, now)
         state.changed[piece.service] = None
         state.note("EndpointSlice", piece.name, event.origin)
         state.pending_slices += 1
         if event.trigger_time is not None and event.trigger_time > self._started:
             state.trigger_times.setdefault(piece.service, []).append(event.trigger_time)
 
-    def _remove(self, piece: EndpointSlice) -> None:
+    def _remove(self, piece: EndpointSlice, now: float) -> None:
         """Remove *piece* and the trigger times of its Service, which would mislead now (as in kube-proxy)."""
         del self._slices[piece.name]
         state = self.families[piece.family]
@@ -179,10 +197,25 @@ class Store:
         del of_service[piece.name.name]
         if not of_service:
             del state.slices[piece.service]
+        self._follow_readiness(state, piece.service, piece, None, now)
         self._mark_changed(state, piece.service)
         state.note("EndpointSlice", piece.name, _DELETED)
         state.pending_slices += 1
         state.trigger_times.pop(piece.service, None)
+
+    def _follow_readiness(
+        self, state: FamilyObjects, name: ServiceName, before: EndpointSlice | None,
+        after: EndpointSlice | None, now: float,
+    ) -> None:
+        """Keep `FamilyObjects.lost` after a slice *before* became *after*; None: it does not exist."""
+        if not self.last_resort(name):
+            return
+        lost = state.lost.get(name) or LostReadiness()
+        lost.follow(before, after, state.slices.get(name, {}).values(), now)
+        if lost.endpoints:
+            state.lost[name] = lost
+        else:
+            state.lost.pop(name, None)
 
     def _mark_changed(self, state: FamilyObjects, name: ServiceName) -> None:
         """Note that a Service may have changed, but forget one that is deleted before any was planned."""

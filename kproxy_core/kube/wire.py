@@ -77,6 +77,7 @@ class ServiceSpec(Struct, frozen=True, gc=False, rename="camel"):
     external_traffic_policy: Text = None
     internal_traffic_policy: Text = None
     health_check_node_port: Int32 | None = None
+    publish_not_ready_addresses: bool | None = None
 
 
 class Ingress(Struct, frozen=True, gc=False, rename="camel"):

@@ -93,8 +93,8 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
     endpoint_health: Literal["", "off", "passive"] = ""
     """Whether silent endpoints are avoided; "": what the node's configuration says."""
     last_resort: float | None = None
-    """Seconds for which the endpoints that were ready last are used while none is ready; 0: never; None: what
-    the node's configuration says."""
+    """Seconds for which the endpoints that were ready last are used while none is ready; 0: never, as with
+    publishNotReadyAddresses; None: what the node's configuration says."""
     hash_by: Literal["", "client", "flow"] = ""
     """What chooses the endpoint: a hash of the client's address or of the flow; "": chance."""
 

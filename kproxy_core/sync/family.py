@@ -158,8 +158,8 @@ class FamilySync:
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
             steps=steps, udp_ports=self.plans.take_udp_ports(),
-            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times,
-            named=self._objects.take_named(), problem=problem, is_first=is_first,
+            health_checks=self.plans.take_health_checks(), last_resorts=self.plans.take_last_resorts(),
+            trigger_times=trigger_times, named=self._objects.take_named(), problem=problem, is_first=is_first,
             rules_were_missing=rules_were_missing,
         )
         for observer in self._observers:

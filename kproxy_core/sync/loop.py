@@ -252,8 +252,9 @@ class Loop:
         store = self._store
         services, slices = store.service_changes, store.endpoint_changes
         bad = []
+        now = self._clock()
         for event in events:
-            store.fold(event)
+            store.fold(event, now)
             if isinstance(event, BadObject):
                 log.warning("not used: %s", event)
                 bad.append(event)

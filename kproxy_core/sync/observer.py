@@ -10,6 +10,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.events import BadObject
 from kproxy_core.model.node import NodeObject, NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.last_resort import LastResortStep
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.plans import FamilyPlans, HealthCheck, Step
 
@@ -44,6 +45,8 @@ class Synced(Struct, frozen=True, kw_only=True):
     again."""
     health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
     """Health check node ports that may have changed since the last success; None: removed."""
+    last_resorts: Sequence[LastResortStep] = ()
+    """Services whose last resort began, changed or ended since the last success."""
     trigger_times: Sequence[float] = ()
     """Times of the endpoint changes that were programmed, in seconds since the epoch."""
     named: Sequence[str] = ()

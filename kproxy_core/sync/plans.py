@@ -7,7 +7,7 @@ from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import EndpointSlice, ServiceName, ServicePortKey
+from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.model.timing import Agenda
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.endpoints import (
@@ -17,6 +17,7 @@ from kproxy_core.plan.endpoints import (
     endpoints_of,
     within_limit,
 )
+from kproxy_core.plan.last_resort import LastResort, LastResortStep, as_ready, find_last_resort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 
 _UDP = Protocol.UDP
@@ -36,7 +37,7 @@ class Step(NamedTuple):
 class HealthCheck(NamedTuple):
     port: int
     ready: int
-    """Distinct addresses of ready endpoints on this node."""
+    """Distinct addresses of endpoints on this node that are ready, or the last resort."""
 
 
 class FamilyPlans:
@@ -73,6 +74,9 @@ class FamilyPlans:
         self._omitted: dict[ServiceName, int] = {}
         """Number of slices that are not used, for Services above the limit."""
         self._new_omissions: dict[ServiceName, int] = {}
+        self._last_resorts: dict[ServiceName, LastResort] = {}
+        self._last_resorts_before: dict[ServiceName, LastResort | None] = {}
+        """The acknowledged ones of the Services whose last resorts may differ now."""
         self._udp_ports: set[ServicePortKey] = set()
         self._health_checked: set[ServiceName] = set()
         self._ready: dict[ServiceName, int] = {}
@@ -127,9 +131,10 @@ class FamilyPlans:
         for name in names:
             self._again.discard(name)
             service = self._store.services.get(name)
+            self._note_last_resort(name, service)
             wanted: tuple[ServicePlan, ...] = ()
             if service is not None:
-                wanted = plan_service(service, self._usable_slices(name), self.node)
+                wanted = plan_service(service, self._as_planned(name, self._usable_slices(name)), self.node)
             self._note_size(name)
             before = self._claims.wanted(name)
             if before:
@@ -153,6 +158,29 @@ class FamilyPlans:
         """Return how many slices of Services are beyond the limit, where that changed since the last call."""
         taken, self._new_omissions = self._new_omissions, {}
         return taken
+
+    def last_resort(self, name: ServiceName) -> LastResort | None:
+        """Return the last resort with which a Service was planned. From any thread."""
+        return self._last_resorts.get(name)
+
+    @property
+    def last_resorts(self) -> int:
+        """The number of Services that use their last resort."""
+        return len(self._last_resorts)
+
+    def take_last_resorts(self) -> list[LastResortStep]:
+        """Return the last resorts that differ since the last call."""
+        taken, self._last_resorts_before = self._last_resorts_before, {}
+        return [
+            LastResortStep(name, before, after, is_over=self._is_over(name, before, after))
+            for name, before in taken.items() if before != (after := self.last_resort(name))
+        ]
+
+    def _is_over(self, name: ServiceName, before: LastResort | None, after: LastResort | None) -> bool:
+        lost = self._objects.lost.get(name)
+        return (
+            after is None and before is not None and before.until <= self.now
+            and lost is not None and lost.none_since is not None)
 
     @property
     def differs(self) -> bool:
@@ -229,6 +257,30 @@ class FamilyPlans:
         slices = self._objects.slices.get(name)
         return within_limit(slices) if slices and count_destinations(slices) > MOST_DESTINATIONS else slices
 
+    def _as_planned(
+        self, name: ServiceName, slices: Mapping[str, EndpointSlice] | None
+    ) -> Mapping[str, EndpointSlice] | None:
+        """Return the *slices* of a Service with its last resort as if it were ready."""
+        resort = self._last_resorts.get(name)
+        return as_ready(slices, resort.endpoints) if slices and resort else slices
+
+    def _note_last_resort(self, name: ServiceName, service: Service | None) -> None:
+        """Bring the last resort of a Service that is being planned up to date. Its end is planned, too."""
+        before = self._last_resorts.get(name)
+        lost = self._objects.lost.get(name)
+        if lost is None and before is None:
+            return
+        found = None
+        if service is not None and service.cluster_ip(self.family) is not None:
+            seconds = self._store.last_resort(name)
+            found = find_last_resort(self._usable_slices(name), lost, seconds, self.now)
+        self._last_resorts_before.setdefault(name, before)
+        if found is None:
+            self._last_resorts.pop(name, None)
+        else:
+            self._last_resorts[name] = found
+            self.plan_again(name, found.until)
+
     def _note_size(self, name: ServiceName) -> None:
         """Note whether a Service that is being planned is a giant, and how many slices it may not use."""
         slices = self._objects.slices.get(name) or {}
@@ -250,7 +302,7 @@ class FamilyPlans:
         if not port:
             self._ready.pop(name, None)
             return None
-        ready = count_ready_local(self._objects.slices.get(name), self.node)
+        ready = count_ready_local(self._as_planned(name, self._objects.slices.get(name)), self.node)
         if any(key.service == name for key in self.unserved):
             ready = min(ready, self._ready.get(name, 0))
         self._ready[name] = ready

@@ -44,6 +44,7 @@ _KINDS: dict[str, tuple[str, Fields]] = {
             "selector": (2, _MAP), "clusterIP": (3, str), "type": (4, str), "externalIPs": (5, [str]),
             "sessionAffinity": (7, str), "loadBalancerSourceRanges": (9, [str]), "externalName": (10, str),
             "externalTrafficPolicy": (11, str), "healthCheckNodePort": (12, int),
+            "publishNotReadyAddresses": (13, bool),
             "sessionAffinityConfig": (14, {"clientIP": (1, {"timeoutSeconds": (1, int)})}),
             "ipFamilyPolicy": (17, str), "clusterIPs": (18, [str]), "ipFamilies": (19, [str]),
             "internalTrafficPolicy": (22, str)}),

@@ -99,7 +99,8 @@ class BackendDriver(Driver):
             self._finish_flows = flows.finish
             self._inventory = Inventory(NODE)
             self._loop = Loop(
-                _FAMILIES, Store(_FAMILIES, (), time.time()),
+                _FAMILIES,
+                Store(_FAMILIES, (), time.time(), last_resort=self._config.kproxy.last_resort_seconds),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
                 self._instance, [flows, self._early],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,

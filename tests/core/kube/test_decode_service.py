@@ -360,6 +360,19 @@ def test_a_refusal_is_one_readable_line() -> None:
         "Service shop/web: spec.ports[0].port: 0 is not a port (1 to 65535)")
 
 
+@pytest.mark.parametrize(("published", "annotations", "seconds"), [
+    (True, {}, 0),
+    (True, {"kproxy.dev/last-resort": "30s"}, 0),
+    (False, {"kproxy.dev/last-resort": "30s"}, 30),
+    (None, {}, None),
+])
+def test_with_not_ready_addresses_there_is_no_last_resort(
+    published: bool | None, annotations: dict[str, str], seconds: float | None
+) -> None:
+    found, complaints = served({"publishNotReadyAddresses": published}, annotations=annotations)
+    assert (found.last_resort, complaints) == (seconds, [])
+
+
 @pytest.mark.parametrize(("name", "text", "field", "value"), [
     ("removed-endpoints", "keep", "removed_endpoints", "keep"),
     ("removed-endpoints", "reset", "removed_endpoints", "reset"),

@@ -24,7 +24,7 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
-from kproxy_core.testing.builders import cidrs, endpoint_slice, service, service_name
+from kproxy_core.testing.builders import cidrs, endpoint, endpoint_slice, service, service_name
 
 V4, V6 = Family.IPV4, Family.IPV6
 WEB, OTHER = service_name("web"), service_name("other")
@@ -129,6 +129,36 @@ def test_disallowed_external_ips_are_dropped() -> None:
     store = Store([V4], kinds=[], started=STARTED, external_ips=False)
     store.fold(ServiceSet(service("web", external_ips="192.0.2.1")))
     assert store.services[WEB] == service("web")
+
+
+@pytest.mark.parametrize(("default", "own", "seconds"), [
+    (0, None, 0), (0, 10, 10), (30, None, 30), (30, 10, 10), (30, 0, 0),
+])
+def test_a_service_has_the_last_resort_of_the_node_or_its_own(
+    default: float, own: float | None, seconds: float
+) -> None:
+    store = Store([V4], kinds=[], started=STARTED, last_resort=default)
+    assert store.last_resort(WEB) == 0
+    store.fold(ServiceSet(service("web", last_resort=own)))
+    assert store.last_resort(WEB) == seconds
+    store.fold(SliceSet(endpoint_slice("web", "10.0.0.1")), 1.0)
+    store.fold(SliceSet(endpoint_slice("web", endpoint("10.0.0.1", ready=False))), 2.0)
+    remembered = {parse_address("10.0.0.1"): 2.0}
+    assert {name: lost.endpoints for name, lost in store.families[V4].lost.items()} == (
+        {WEB: remembered} if seconds else {})
+
+
+def test_what_was_ready_is_forgotten_with_its_slice_or_its_service() -> None:
+    down = SliceSet(endpoint_slice("web", endpoint("10.0.0.1", ready=False)))
+    for last in (
+        SliceGone(SliceName("default", "web-1")), ServiceGone(WEB), ServiceSet(service("web")),
+        SliceSet(replace(down.slice, service=OTHER)),
+    ):
+        store = store_with(ServiceSet(service("web", last_resort=30)),
+                           SliceSet(endpoint_slice("web", "10.0.0.1")), down)
+        assert list(store.families[V4].lost) == [WEB]
+        store.fold(last)
+        assert store.families[V4].lost == {}
 
 
 def test_a_service_network_is_kept_while_any_object_has_it() -> None:
