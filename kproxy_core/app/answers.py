@@ -42,6 +42,7 @@ from kproxy_core.model.service import EndpointSlice, Service, ServiceName, Servi
 from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.plan.endpoints import Candidates
+from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.plans import FamilyPlans
@@ -54,6 +55,7 @@ class Snapshot:
         """On the loop's thread, for as long as it takes to copy a dictionary."""
         self.node = plans.node
         self.addresses = plans.addresses
+        self.now = loop.now
         self.plans: Mapping[ServicePortKey, ServicePlan] = dict(plans.plans)
         self._loop = loop
         self._live = plans
@@ -72,6 +74,9 @@ class Snapshot:
 
     def origin(self, service: ServiceName) -> str:
         return self._live.origin(service)
+
+    def last_resort(self, service: ServiceName) -> LastResort | None:
+        return self._live.last_resort(service)
 
 
 def take_snapshots(loop: Loop) -> dict[Family, Snapshot]:

@@ -64,6 +64,7 @@ from kproxy_core.observe import logs
 from kproxy_core.observe.events import EventRecorder
 from kproxy_core.observe.health import ProxyHealth, ServiceHealth
 from kproxy_core.observe.history import ChangeLog, SyncHistory
+from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.logs import innermost_calls
 from kproxy_core.observe.messages import Handler
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
@@ -317,6 +318,7 @@ class _Proxy:
             *(ServiceHealth(family, self._server, self._health.healthy, failed)
               for family in self._families),
             self._sync_metrics,
+            LastResortReports(partial(self._events.report_service, "LastResort", action="ChooseEndpoints")),
             ChangeLog(),
         ]
         if self._traffic is not None:

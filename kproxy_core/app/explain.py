@@ -35,6 +35,7 @@ from kproxy_core.plan.fate import (
     origin_of,
     stand_in,
 )
+from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 # The words of a request: a target, and a sender.
@@ -134,7 +135,12 @@ class ReadablePlans(typing.Protocol):
     @property
     def plans(self) -> Mapping[ServicePortKey, ServicePlan]: ...
 
+    @property
+    def now(self) -> float: ...
+
     def owner(self, frontend: Frontend) -> ServicePlan | None: ...
+
+    def last_resort(self, service: ServiceName) -> LastResort | None: ...
 
     def candidates(self, key: ServicePortKey) -> Candidates: ...
 
@@ -176,6 +182,11 @@ class Case(NamedTuple):
         """All endpoints of the service port, usable or not."""
         plan = self.question.plan
         return self.plans.candidates(plan.key) if plan is not None else ()
+
+    @property
+    def last_resort(self) -> LastResort | None:
+        plan = self.question.plan
+        return self.plans.last_resort(plan.key.service) if plan is not None else None
 
 
 def cases(
@@ -394,6 +405,7 @@ def answer(
         "source": "",
         "near": case.near,
         "affinity": None,
+        "last_resort": None,
         "caveats": [caveat.what for caveat in caveats],
     }  # fmt: skip
     if plan is not None and frontend is not None:
@@ -403,10 +415,20 @@ def answer(
             "origin": case.origin,
         }
         chosen = {choice.where for choice in fate.choices}
-        any_ready = any(endpoint.ready for _, endpoint in case.candidates)
+        candidates = case.candidates
+        if resort := case.last_resort:
+            candidates = [
+                (where, endpoint._replace(ready=endpoint.ready or where.address in resort.endpoints))
+                for where, endpoint in candidates
+            ]
+            found["last_resort"] = {
+                "seconds": round(case.plans.now - resort.since, 3),
+                "left": round(resort.until - case.plans.now, 3),
+            }  # fmt: skip
+        any_ready = any(endpoint.ready for _, endpoint in candidates)
         found["not_chosen"] = [
             {"endpoint": format_socket(*where), "because": _reason(endpoint, fate, node, any_ready=any_ready)}
-            for where, endpoint in case.candidates if where not in chosen
+            for where, endpoint in candidates if where not in chosen
         ]
         found["source"] = _source(packet, fate, node)
         if plan.affinity_seconds:

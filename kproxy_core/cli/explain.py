@@ -80,6 +80,9 @@ def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
     typical = ", as an example" if packet["typical_sender"] else ""
     yield f"from {_SENDERS[packet['origin']]} ({packet['from']}{typical})"
     yield _line("outcome", f"{OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
+    if resort := packet["last_resort"]:
+        yield _line("last resort", (
+            f"for {resort['seconds']:.0f} s: no endpoint is ready ({max(0, resort['left']):.0f} s left)"))
     if packet["near"]:
         yield _line("nearest", packet["near"])
     yield from _table("endpoints", [

@@ -88,10 +88,10 @@ class EventRecorder:
         """Report an event of the proxy as a whole. *type_*: ``Normal`` or ``Warning``."""
         self._record(ClusterEvent(type_, reason, "StartKubeProxy", "Node", self._node_name, note=note))
 
-    def report_service(self, reason: str, service: ServiceName, note: str) -> None:
-        """Report that *service* can't be served as its spec demands."""
+    def report_service(self, reason: str, service: ServiceName, note: str, *, action: str = "Listen") -> None:
+        """Report that *service* can't be served as its spec demands. *action*: what this proxy did."""
         self._record(
-            ClusterEvent("Warning", reason, "Listen", "Service", service.name, service.namespace, note))
+            ClusterEvent("Warning", reason, action, "Service", service.name, service.namespace, note))
 
     def start(self) -> None:
         """Start delivering; events are queued until then."""

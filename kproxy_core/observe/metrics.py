@@ -299,6 +299,11 @@ class SyncMetrics(SyncObserver):
         self._retries = self._counter("kproxy_sync_retries_total", "Syncs that repeat a failed one")
         self._foreign = self._counter(
             "kproxy_foreign_changes_total", "Changes by other processes to programmed objects")
+        self._last_resorts = self._counter(
+            "kproxy_last_resorts_total", "Times that a Service began to use its last resort")
+        in_use = gauge(
+            "kproxy_last_resort_services", "Services that use their last resort now", _IP_FAMILY)
+        self._last_resort_services = {family: in_use.labels(family.label) for family in families}
         self._bad_objects = counter(
             "kproxy_bad_objects_total", "Objects, or parts of one, that could not be used", ("kind",))
         self._failures: dict[str, Counter] = {}
@@ -343,6 +348,9 @@ class SyncMetrics(SyncObserver):
             programming = self._programming.labels(family)
             for then in synced.trigger_times:
                 programming.observe(now - then)
+        if synced.last_resorts:
+            self._last_resorts.labels(family).inc(sum(step.begins for step in synced.last_resorts))
+            self._last_resort_services[synced.family].set(synced.plans.last_resorts)
         without = [
             (plan, sign) for step in synced.steps for plan, sign in ((step.before, -1), (step.after, 1))
             if plan is not None and (plan.internal_policy_local or plan.external_policy_local)

@@ -177,6 +177,11 @@ class Loop:
         return min((at for at in times if at is not None), default=None)
 
     @property
+    def now(self) -> float:
+        """Monotonic seconds. From any thread."""
+        return self._clock()
+
+    @property
     def addresses(self) -> frozenset[Address]:
         return self._facts.addresses
 

@@ -16,6 +16,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.observe.health import ProxyHealth, ServiceHealth
 from kproxy_core.observe.history import ChangeLog
+from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.server import HttpServer
 from kproxy_core.plan.service_plan import ServicePlan
@@ -168,13 +169,15 @@ class Rig:
         )
         self.cleaner = RecordingCleaner()
         self.recorder = SuccessRecorder()
+        self.reports: list[tuple[ServiceName, str]] = []
+        """The events about Services."""
         self.service_health = [RecordingServiceHealth(family) for family in families]
         self.store = Store(families, kinds=["test"], started=WALL)
         self.flows = StaleFlowObserver(families, self.cleaner.clean)
         observers = [
             self.health, *self.service_health,
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
-            ChangeLog(), self.recorder,
+            LastResortReports(lambda *report: self.reports.append(report)), ChangeLog(), self.recorder,
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self._families = families

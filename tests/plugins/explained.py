@@ -12,6 +12,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
+from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
@@ -59,6 +60,7 @@ class KnownPlans:
         self._update = update
         self.node: NodeView = update.node
         self.plans = update.plans
+        self.now = 0.0
         self.addresses = frozenset(update.node.node_port_addresses)
         self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}
 
@@ -68,6 +70,9 @@ class KnownPlans:
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
         return self._owners.get(frontend)
+
+    def last_resort(self, _service: ServiceName) -> LastResort | None:
+        return None
 
     def origin(self, _service: ServiceName) -> str:
         return ""

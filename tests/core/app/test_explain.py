@@ -18,12 +18,14 @@ from kproxy_core.app.explain import (
     parse_sender,
     parse_target,
 )
+from kproxy_core.cli.explain import as_text
 from kproxy_core.contract.values import KernelObject, KernelSide
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, endpoints_of
 from kproxy_core.plan.fate import EndpointShare, Fate, Outcome
+from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import (
     addresses,
@@ -32,6 +34,7 @@ from kproxy_core.testing.builders import (
     endpoint_slice,
     node_view,
     plans,
+    port_spec,
     service,
 )
 
@@ -49,6 +52,8 @@ class Known:
     plans: dict[ServicePortKey, ServicePlan] = field(default_factory=dict)
     pieces: dict[ServicePortKey, Candidates] = field(default_factory=dict)
     addresses: frozenset[Address] = frozenset()
+    now: float = 0.0
+    resort: LastResort | None = None
 
     def serve(self, made: Service, piece: EndpointSlice) -> None:
         found = plans(self.node, made, piece)
@@ -61,6 +66,9 @@ class Known:
 
     def candidates(self, key: ServicePortKey) -> Candidates:
         return self.pieces[key]
+
+    def last_resort(self, service: ServiceName) -> LastResort | None:
+        return self.resort
 
     def origin(self, service: ServiceName) -> str:
         return f"file {service.name}.yaml"
@@ -202,6 +210,23 @@ def test_the_reason_is_given_for_each_endpoint_that_is_not_chosen(because: str) 
     used = endpoint("10.1.1.1", "node1", zones="a", nodes="node1")
     found = only(known(used, LEFT_OUT[because]), "10.96.0.1:80", "pod")
     assert found["not_chosen"] == [{"endpoint": "10.1.1.2:8080", "because": because}]
+
+
+def test_the_last_resort_counts_as_ready_and_its_age_is_told() -> None:
+    of = known(endpoint("10.1.1.1", "node1"), endpoint("10.1.2.1", "node2"), internal_local=True)
+    down = endpoint_slice(
+        "shop/web", *(endpoint(where, node, ready=False) for where, node in (
+            ("10.1.1.1", "node1"), ("10.1.1.3", "node1"), ("10.1.2.1", "node2"))), ports=["http:8080"])
+    of.pieces = {key: endpoints_of(port_spec("http:8080"), {"a": down}) for key in of.pieces}
+    of.now, of.resort = 112.0, LastResort(100.0, 130.0, frozenset(addresses("10.1.1.1 10.1.2.1")))
+    found = only(of, "10.96.0.1:80", "pod")
+    assert [each["endpoint"] for each in found["endpoints"]] == ["10.1.1.1:8080"]
+    assert found["not_chosen"] == [
+        {"endpoint": "10.1.1.3:8080", "because": "not ready"},
+        {"endpoint": "10.1.2.1:8080", "because": "on node node2, and the policy is Local"},
+    ]
+    assert found["last_resort"] == {"seconds": 12.0, "left": 18.0}
+    assert "last resort for 12 s: no endpoint is ready (18 s left)" in as_text({"packets": [found]})
 
 
 def test_a_service_is_asked_about_at_all_its_frontends_by_senders_of_every_origin() -> None:

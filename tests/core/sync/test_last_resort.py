@@ -1,15 +1,20 @@
-"""Services whose endpoints all become unready: what they use, and for how long."""
+"""Services whose endpoints all become unready: what they use, for how long, and who is told."""
 
+import logging
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.model.address import parse_address
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceGone, SliceSet
 from kproxy_core.model.service import Endpoint, SliceName
+from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
-from tests.core.loop_rig import V4, V6, Rig
+from tests.core.loop_rig import V4, V6, RecordingBackend, Rig
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 A6 = "fd00::1"
@@ -217,3 +222,107 @@ def test_a_failed_sync_does_not_prolong_it() -> None:
     at(rig, 30.0)
     rig.settle()
     assert used(rig) == {"": []}
+
+
+def test_a_switch_of_modes_keeps_it_and_its_end() -> None:
+    rig = rig_with(piece(*ready(A)))
+    rig.say(piece(*down(A)))
+    other = RecordingBackend(rig.clock)
+    rig.serve_with(other, NodeSettings(name="node1"))
+    assert [len(plan.cluster) for plan in other.held[V4].values()] == [1]
+    at(rig, 30.0)
+    assert [len(plan.cluster) for plan in other.held[V4].values()] == [0]
+
+
+STATES = {
+    "ready": endpoint(A), "down": endpoint(A, ready=False), "absent": None,
+    "serving": endpoint(A, ready=False, serving=True, terminating=True),
+    "terminating": endpoint(A, ready=False, terminating=True),
+}
+"""Of an endpoint, at any address."""
+
+
+@given(st.lists(st.tuples(
+    st.sampled_from("ab"),
+    st.lists(st.sampled_from(["ready", "down", "down", *STATES]), min_size=3, max_size=3),
+    st.sampled_from([0.0, 1.0, 10.0, 31.0]))))
+def test_only_down_ones_are_added_and_only_for_a_time(steps: list[tuple[str, list[str], float]]) -> None:
+    rig, plain = rig_with(), rig_with(last_resort=0)
+    slices: dict[str, list[str]] = {}
+    for name, states, pause in steps:
+        slices[name] = states
+        endpoints = [
+            each._replace(address=parse_address(address))
+            for address, each in zip((A, B, C), map(STATES.__getitem__, states), strict=True) if each]
+        for one in (rig, plain):
+            one.say(piece(*endpoints, name=name))
+            at(one, one.clock.now + pause)
+        states_of = [{of_slice[host] for of_slice in slices.values()} - {"absent"} for host in range(3)]
+        added = set(used(rig)[""]) - set(used(plain)[""])
+        if added:
+            assert not any({"ready", "serving"} & found for found in states_of)
+            assert added <= {address for address, found in zip((A, B, C), states_of, strict=True)
+                             if found == {"down"}}
+    rig.settle()
+    assert used(rig) == used(plain)
+
+
+# Who is told
+
+
+def fields(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]]]:
+    return [(record.getMessage(), record.__dict__["fields"]) for record in caplog.records]
+
+
+def test_the_beginning_and_the_end_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("kproxy").propagate = True
+    rig = rig_with(piece(*ready(A, B)))
+    assert rig.value('kproxy_last_resort_services{ip_family="IPv4"}') == 0
+    told = {"ip_family": "IPv4", "services": 1, "names": ["default/web"]}
+
+    with caplog.at_level(logging.WARNING, "kproxy.run"):
+        rig.say(piece(*down(A, B)))
+        at(rig, 30.0)
+    assert fields(caplog) == [
+        ("no endpoint is ready, using those that were ready last", told),
+        ("last resort is over, and no endpoint is ready", told),
+    ]
+    assert rig.reports == [
+        (WEB, "no endpoint is ready; using the 2 that were ready last, for 30 s"),
+        (WEB, "last resort is over, and no endpoint is ready"),
+    ]
+
+
+def test_a_return_of_readiness_is_told_in_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("kproxy").propagate = True
+    rig = rig_with(piece(*ready(A)))
+    rig.say(piece(*down(A)))
+    assert rig.value('kproxy_last_resort_services{ip_family="IPv4"}') == 1
+    rig.reports.clear()
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "kproxy.run"):
+        rig.say(piece(*ready(A)))
+    assert [message for message, _ in fields(caplog)] == ["last resort has ended"]
+    assert rig.reports == []
+    assert rig.value('kproxy_last_resort_services{ip_family="IPv4"}') == 0
+    rig.say(piece(*down(A)))
+    assert rig.value('kproxy_last_resorts_total{ip_family="IPv4"}') == 2
+
+
+def test_an_outage_of_everything_makes_one_line_and_few_events(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("kproxy").propagate = True
+    names = [f"web{n}" for n in range(30)]
+    rig = Rig(families=[V4])
+    rig.start(
+        *(ServiceSet(service(name, ip=f"10.96.0.{n + 1}", last_resort=30)) for n, name in enumerate(names)),
+        *(SliceSet(endpoint_slice(name, A)) for name in names))
+    with caplog.at_level(logging.WARNING, "kproxy.run"):
+        rig.say(*(SliceSet(endpoint_slice(name, *down(A))) for name in names))
+    ((_, told),) = fields(caplog)
+    assert (told["services"], len(str(told["names"]).split()), len(rig.reports)) == (30, 20, 5)
+
+
+def test_a_service_without_a_cluster_ip_in_the_family_has_none() -> None:
+    rig = rig_with(piece(*ready(A)), ip="fd00:96::1")
+    rig.say(piece(*down(A)))
+    assert rig.reports == []
