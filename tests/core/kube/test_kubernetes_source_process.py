@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.testing.apiserver.objects import Options, generate
 from tests.core.api_servers import BenchServer
 from tests.core.namespaces import Namespace, namespace
 
@@ -188,6 +190,47 @@ def test_a_proxy_that_starts_before_its_api_server_serves_cached_objects(
     server.start("--gen", "services=2,endpoints=1")
     move(server, "10.192.0.2")
     node.await_answer(FIRST, "10.192.0.2")
+
+
+def test_an_outage_after_which_all_pods_are_marked_not_ready_refuses_no_connection(
+    node: Node, server: BenchServer, run: Callable[..., Proxy], tmp_path: Path,
+) -> None:
+    """As on a real cluster, whose controller manager misses the leases of nodes while the server is away."""
+    config = tmp_path / "config.yaml"
+    config.write_text("{apiVersion: kubeproxy.config.k8s.io/v1alpha1, kind: KubeProxyConfiguration, "
+                      "mode: nftables, clusterCIDR: 10.128.0.0/9, kproxy: {lastResort: 1h}}")
+    made = "services=1,endpoints=3"
+    (piece,) = generate(Options.parse(made))["endpointslices"]
+    server.stop()
+    server.start("--gen", made)
+    proxy = run(f"--master={server.url}", f"--config={config}")
+    wait_until(lambda: bool(node.answers(FIRST)), "an endpoint answers")
+
+    def mark(*are_ready: bool) -> None:
+        for endpoint, is_ready in zip(piece["endpoints"], are_ready, strict=True):
+            endpoint["conditions"] = {"ready": is_ready, "serving": is_ready, "terminating": False}
+        server.post("apply", **piece)
+
+    def outage() -> None:
+        server.stop()
+        proxy.await_log("cannot follow the API server")
+        server.start("--gen", made)
+        proxy.await_log("following the API server again")
+        for are_ready in ((False, True, True), (False, False, True), (False, False, False)):
+            mark(*are_ready)
+        proxy.await_log("no endpoint is ready, using those that were ready last")
+        for are_ready in ((False, False, True), (True, True, True)):
+            mark(*are_ready)
+        proxy.await_log("last resort has ended")
+
+    with ThreadPoolExecutor(1) as others:
+        going_on = others.submit(outage)
+        answers = [node.answers(FIRST)]
+        while not going_on.done():
+            answers.append(node.answers(FIRST))
+        going_on.result()
+    assert None not in answers
+    assert len(set(answers)) == 3
 
 
 def test_an_endpoint_port_of_70000_affects_no_other_service(
