@@ -77,8 +77,9 @@ _PROTOINFO_TCP: Final = 1
 _PROTOINFO_TCP_STATE: Final = 1
 
 TCP_SYN_SENT: Final = 1
+_TCP_TIME_WAIT: Final = 7
 TCP_CLOSED: Final = 8
-"""States of `tcp_state`: TCP_CONNTRACK_SYN_SENT, and after a reset TCP_CONNTRACK_CLOSE."""
+"""States of `tcp_state`: TCP_CONNTRACK_SYN_SENT and _TIME_WAIT, and after a reset TCP_CONNTRACK_CLOSE."""
 SEEN_REPLY: Final = 1 << 1
 _ASSURED: Final = 1 << 2
 _DST_NAT: Final = 1 << 5
@@ -94,6 +95,12 @@ _NFNLGRP_NEW, _NFNLGRP_UPDATE, _NFNLGRP_DESTROY = 1, 2, 3
 _TUPLE = {family: struct.Struct(f"=H2x8s{family.size}s4x{family.size}s4x4sB7x2s6x2s") for family in Family}
 """Size of the attribute, headers of the addresses and of the first, source, destination, header of the
 protocol number, protocol number, source port, destination port."""
+_BOTH_TUPLES = {
+    family: struct.Struct(f"=4x8s{n}x4x{n}s4x4sB7x2x6x2s2x" f"4x8x{n}s4x{n}x4x4x1x7x2s")
+    for family in Family for n in (family.size,)
+}
+"""Of the first tuple its headers, the destination, the header and number of the protocol, and the destination
+port; of the second the source and its port."""
 _HEADS = struct.Struct("=HHHH")
 _NESTED_IP = _TUPLE_IP | NLA_F_NESTED
 _TUPLE_HEAD = {
@@ -286,6 +293,10 @@ TRANSLATED: Final = (
 # older kernel lists every flow of the family, which costs time and changes nothing else.
 
 _FILTER_ORIG_FLAGS: Final = 1
+_FILTER_REPLY_FLAGS: Final = 2
+_IPV4_SRC: Final = 1
+_FILTER_IP_SRC: Final = 1
+_FILTER_PROTO_SRC_PORT: Final = 1 << 4
 _FILTER_PROTO_NUM: Final = 1 << 3
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
 
@@ -425,6 +436,84 @@ def _filter(protocol: Protocol, port: int | None = None) -> bytes:
         flags |= _FILTER_PROTO_DST_PORT
     wanted = nested(TUPLE_ORIG, nested(TUPLE_PROTO, *fields))
     return wanted + nested(FILTER, attribute(_FILTER_ORIG_FLAGS, _FLAGS.pack(flags)))
+
+
+# Connections to endpoints that were removed.
+
+_MAX_ENDPOINT_DUMPS: Final = 12
+"""As `_MAX_PORT_DUMPS`; more, because the kernel passes on few flows of each."""
+
+
+def connected_to_removed(
+    family: Family, is_removed: Callable[[Frontend, Destination], bool],
+    endpoints: Collection[Destination] | None,
+) -> set[tuple[Frontend, Destination]]:
+    """Return the dialled address and port, and the endpoint, of all TCP connections to a removed endpoint.
+
+    *endpoints* are all that are removed; None: others may be, too. Connections in TIME_WAIT are over. Acts
+    on the network namespace of the calling thread. Takes as long as the kernel's walk through its hash table,
+    once for each of a few *endpoints*, and 6 us for each TCP connection that it passes on. Raises HostError.
+    """
+    filters = {_answered_from(family, endpoint) for endpoint in endpoints or ()}
+    if endpoints is None or len(filters) > _MAX_ENDPOINT_DUMPS:
+        filters = {_filter(Protocol.TCP)}
+    decided: dict[_Sockets, tuple[Frontend, Destination] | None] = {}
+    found: set[tuple[Frontend, Destination]] = set()
+
+    def collect(listed: Iterator[Span]) -> None:
+        for data, start, end in listed:
+            sockets = _sockets(family, data, start + NFGENMSG.size)
+            if sockets is None:
+                continue
+            if sockets not in decided:
+                to, port, by, by_port = sockets
+                pair = Frontend(to, Protocol.TCP, _number(port)), Destination(by, _number(by_port))
+                decided[sockets] = pair if is_removed(*pair) else None
+            removed = decided[sockets]
+            if removed is not None and removed not in found and not _is_over(data, start, end):
+                found.add(removed)
+
+    with doing(f"list {family.label} connections"), open_socket() as sock:
+        for wanted in filters:
+            sock.dump(GET, header(family) + wanted, collect)
+    return found
+
+
+_Sockets = tuple[Address, bytes, Address, bytes]
+"""The dialled address and port, and those that answer."""
+
+
+def _sockets(family: Family, data: bytes, at: int) -> _Sockets | None:
+    """Return the sockets of a flow, whose tuples begin *at*; None if it is not TCP, or not translated."""
+    head, to, number_head, protocol, port, by, by_port = _BOTH_TUPLES[family].unpack_from(data, at)
+    if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
+        raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+    if protocol != Protocol.TCP or (to == by and port == by_port):
+        return None
+    return to, port, by, by_port
+
+
+def _is_over(data: bytes, start: int, end: int) -> bool:
+    info = attributes(data, start + NFGENMSG.size, end).get(PROTOINFO, b"")
+    return tcp_state(info) == _TCP_TIME_WAIT
+
+
+def _answered_from(family: Family, endpoint: Destination) -> bytes:
+    """Encode a filter for TCP connections that *endpoint* may answer.
+
+    By its address, but for IPv6 by its port alone: the kernel compares IPv6 addresses the wrong way round
+    (ctnetlink_filter_match_tuple in Linux 6.18).
+    """
+    proto = [attribute(PROTO_NUM, bytes([Protocol.TCP]))]
+    flags, parts = _FILTER_PROTO_NUM, []
+    if family is Family.IPV4:
+        flags |= _FILTER_IP_SRC
+        parts.append(nested(_TUPLE_IP, attribute(_IPV4_SRC, endpoint.address)))
+    else:
+        flags |= _FILTER_PROTO_SRC_PORT
+        proto.append(attribute(PROTO_SRC_PORT, endpoint.port.to_bytes(2, "big")))
+    return nested(TUPLE_REPLY, *parts, nested(TUPLE_PROTO, *proto)) + nested(
+        FILTER, attribute(_FILTER_REPLY_FLAGS, _FLAGS.pack(flags)))
 
 
 # Packets and bytes of translated connections, as counted by the kernel.

@@ -187,9 +187,10 @@ META_MARK: Final = _meta("meta mark", MARK, 3)
 INPUT_INTERFACE: Final = _meta("iifname", INTERFACE, 6)
 
 
-def _tracked(text: str, type_: DataType, key: int) -> Field:
-    """Return a field of the original direction of a packet's connection."""
-    return Field(f"ct original {text}", type_, "ct", {2: _u32(key), 3: b"\0"})
+def _tracked(text: str, type_: DataType, key: int, *, reply: bool = False) -> Field:
+    """Return a field of the original or the reply direction of a packet's connection."""
+    direction = "reply" if reply else "original"
+    return Field(f"ct {direction} {text}", type_, "ct", {2: _u32(key), 3: bytes([reply])})
 
 
 def original_source(family: Family) -> Field:
@@ -204,6 +205,15 @@ def original_destination(family: Family) -> Field:
 
 ORIGINAL_PORT: Final = _tracked("proto-dst", PORT, 12)
 """The port that was dialled, before any translation."""
+
+
+def answering_address(family: Family) -> Field:
+    """Return the address from which a connection is answered: that of its endpoint."""
+    return _tracked(f"{family.ip} saddr", ADDRESS[family], 19 if family is Family.IPV4 else 21, reply=True)
+
+
+ANSWERING_PORT: Final = _tracked("proto-src", PORT, 11, reply=True)
+"""The port from which a connection is answered."""
 
 
 def random_number(count: int) -> Field:
@@ -299,6 +309,11 @@ def ct_state(state: Literal["new", "established"]) -> Statement:
     return Statement(f"ct state {state}", _bits(0, bit, _DIFFERENT))
 
 
+CT_ORIGINAL: Final = Statement(
+    "ct direction original", (Expression("ct", {1: _u32(1), 2: _u32(1)}), _compared(b"\0")))
+"""Match packets of the side that opened the connection."""
+
+
 def ct_status(status: Literal["dnat"], *, negate: bool = False) -> Statement:
     """Match packets of connections with *status*, or with *negate* of all others."""
     bit = {"dnat": 32}[status]
@@ -309,6 +324,20 @@ def ct_status(status: Literal["dnat"], *, negate: bool = False) -> Statement:
 def _bits(key: int, bit: int, how: int) -> tuple[Expression, ...]:
     load = Expression("ct", {1: _u32(1), 2: _u32(key)})
     return load, _bitwise(_host_u32(bit), bytes(4)), _compared(bytes(4), how)
+
+
+_TCP_FLAGS = {"fin": 1, "psh": 8, "rst": 4}
+"""Bits in a TCP header."""
+
+
+def tcp_flags(*given: str, of: tuple[str, ...]) -> Statement:
+    """Match TCP packets that have, of the flags *of*, exactly the *given* ones."""
+    load = Expression("payload", {1: _u32(1), 2: _u32(2), 3: _u32(13), 4: _u32(1)})
+    mask, value = (bytes([sum(_TCP_FLAGS[name] for name in names)]) for names in (of, given))
+    return Statement(
+        f"tcp flags & ({' | '.join(of)}) == {' | '.join(given)}",
+        (L4_PROTOCOL.load(1), _compared(bytes([Protocol.TCP])), load, _bitwise(mask, bytes(1)),
+         _compared(value)))
 
 
 def has_mark(bit: int) -> Statement:
@@ -382,6 +411,8 @@ def goto(chain: str) -> Statement:
 
 
 DROP: Final = Statement("drop", (_verdict(0),))
+
+RETURN: Final = Statement("return", (_verdict(-5),))
 
 RESET: Final = Statement("reject with tcp reset", (Expression("reject", {1: _u32(1)}),))
 
