@@ -70,3 +70,5 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """Networks of ClusterIPs; none contains another."""
     masquerade_all: bool = False
     masquerade_bit: int = 14
+    removed_endpoints: str = "keep"
+    """For Services that do not say: ``keep`` or ``reset`` (see `plan.removed_endpoints`)."""

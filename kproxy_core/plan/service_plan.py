@@ -47,6 +47,8 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     internal_policy_local: bool = False
     external_policy_local: bool = False
     health_check_node_port: int = 0
+    resets_removed: bool = False
+    """Connections to removed endpoints are reset (see `removed_endpoints`)."""
 
     cluster: tuple[Destination, ...] = ()
     """Usable endpoints anywhere, in the order of their addresses and ports."""
@@ -138,6 +140,7 @@ def _plan_port(
         internal_policy_local=service.internal_policy_local,
         external_policy_local=service.external_policy_local and accessible,
         health_check_node_port=service.health_check_node_port,
+        resets_removed=(service.removed_endpoints or node.removed_endpoints) == "reset",
         cluster=chosen.cluster,
         local=chosen.local,
         hairpins=chosen.hairpins,

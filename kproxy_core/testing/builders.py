@@ -122,7 +122,7 @@ def endpoint_slice(
 def node_view(
     name: str = "node1", *, family: Family = Family.IPV4, zone: str = "", pods: str = "",
     node_port_addresses: str = "", anywhere: bool = False, ip: str = "", service_cidrs: str = "",
-    masquerade_all: bool = False,
+    masquerade_all: bool = False, removed_endpoints: str = "keep",
 ) -> NodeView:
     """Return a node. *pods* is the network of local traffic."""
     return NodeView(
@@ -136,6 +136,7 @@ def node_view(
         node_ip=parse_address(ip) if ip else None,
         service_cidrs=cidrs(service_cidrs),
         masquerade_all=masquerade_all,
+        removed_endpoints=removed_endpoints,
     )
 
 
