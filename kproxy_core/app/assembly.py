@@ -74,6 +74,7 @@ from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner,
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.observer import SyncObserver
+from kproxy_core.sync.resets import ConnectionResets, ResetResult
 
 if TYPE_CHECKING:
     from kproxy_core.app.answers import Answers
@@ -326,7 +327,10 @@ class _Proxy:
         if self._history is not None:
             observers.append(self._history)
         if self._privileged:
-            observers += [self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup)]
+            observers += [
+                self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
+                ConnectionResets(self._families, self._connections_reset),
+            ]
         observers.append(preparation.FreedMemory())
         return observers
 
@@ -339,6 +343,10 @@ class _Proxy:
 
         observer = StaleFlowObserver(self._families, FlowCleaner(cleaned).clean)
         return observer
+
+    def _connections_reset(self, result: ResetResult) -> None:
+        self._sync_metrics.record_resets(result)
+        self._health.report("connections to removed endpoints", result.family, result.problem)
 
     def run(self) -> None:
         """Run until a signal or a change of the configuration file. Raises StartFailed or RestartNeeded."""

@@ -11,6 +11,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Leftovers
 from kproxy_core.modes.settings import Configuration, served_families, settings_of_modes
+from kproxy_core.sync.resets import clean_up_resets
 
 
 def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
@@ -51,6 +52,9 @@ def _cleaned(
         removed = tuple(what for what in left.removed if what not in seen)
         seen.update(removed)
         yield Leftovers(removed, left.errors, mode=left.mode)
+    left = clean_up_resets(dry_run=dry_run)
+    if left.removed or left.errors:
+        yield left
 
 
 def _show(left: Leftovers, dry_run: bool) -> None:

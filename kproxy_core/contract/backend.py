@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from kproxy_core.contract.values import (
     Connections,
     Damage,
+    IsRemoved,
     KernelSide,
     Leftovers,
     Measurement,
@@ -52,6 +53,17 @@ class Backend(ABC):
         port. By default there are none.
         """
         return frozenset()
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        """Reset the TCP connections to removed endpoints, and return their number.
+
+        For modes whose connections connection tracking does not know by the frontend, or whose packets bypass
+        other rules: kproxy resets all other connections itself, at the client's next packet. Called within a
+        second after the sync that removed an endpoint, and again while connections to one are left, also
+        while the backend retires. Called as `explain`. Raises BackendError or HostError. By default there are
+        none.
+        """
+        return 0
 
     def render(self, update: Update) -> str | None:
         """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges.
@@ -150,6 +162,9 @@ class LayeredBackend(Backend):
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         return self.base.relays(family, key)
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        return self.base.reset_connections(family, is_removed)
 
     def render(self, update: Update) -> str | None:
         return self.base.render(update)

@@ -366,6 +366,9 @@ class BackendInstance:
         except PluginFailed:
             return frozenset()
 
+    def reset_connections(self, family: Family, is_removed: values.IsRemoved) -> int:
+        return int(self._call("reset_connections", family, is_removed))
+
     def render(self, update: values.Update) -> str | None:
         return cast(str | None, self._call("render", update))
 

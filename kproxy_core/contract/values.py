@@ -1,7 +1,7 @@
 """Values that the core and a backend exchange."""
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -297,6 +297,11 @@ class Connections(NamedTuple):
     handshakes: tuple[int, ...] = ()
     """Those among them that were established: a number for each `Handshake`, or none where the backend cannot
     measure it."""
+
+
+IsRemoved = Callable[[Frontend | ServicePortKey, Destination], bool]
+"""Returns whether connections of a service port to an endpoint are to be reset. The service port is named by
+its key or by a frontend: for a node port with the address None, or the node's. Callable from any thread."""
 
 
 class Measurement(NamedTuple):

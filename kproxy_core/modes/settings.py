@@ -129,6 +129,7 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
         guess_address=default_source_address if config.kproxy.manifests else None,
         masquerade_all=config.masquerade_all,
         masquerade_bit=config.masquerade_bit,
+        removed_endpoints=config.kproxy.removed_endpoints,
     )
 
 

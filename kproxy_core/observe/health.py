@@ -47,6 +47,14 @@ class ProxyHealth(SyncObserver):
         self._lock = threading.RLock()
         self._states = {family: _FamilyState() for family in families}
         self._held = ""
+        self._others: dict[tuple[Family, str], str] = {}
+
+    def report(self, what: str, family: Family, problem: str) -> None:
+        """Show the *problem* of something else than the syncs; "": it is over. The proxy is healthy."""
+        with self._lock:
+            self._others.pop((family, what), None)
+            if problem:
+                self._others[family, what] = problem
 
     def hold(self, reason: str) -> None:
         """Report not ready, with *reason*, until `release`. The proxy is still alive and serving."""
@@ -110,6 +118,8 @@ class ProxyHealth(SyncObserver):
                 f"{family.label}: {state.problem or 'no sync has succeeded yet'}"
                 for family, state in self._states.items() if state.problem or state.updated_ns is None
             ]
+            problems += [
+                f"{family.label}: {what}: {problem}" for (family, what), problem in self._others.items()]
             return [*problems, self._held] if self._held else problems
 
     def _alive(self) -> bool:

@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 from kproxy_core.contract.values import Measurement, Scope
 from kproxy_core.model.address import Family
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
+from kproxy_core.sync.resets import ResetResult
 
 if TYPE_CHECKING:
     from kproxy_core.kube.requests import ApiRequest
@@ -294,6 +295,13 @@ class SyncMetrics(SyncObserver):
         self._cleanup = histogram(f"{cleanup}_sync_duration_seconds", "Duration of a conntrack clean-up")
         self._deleted_flows = self._counter(
             f"{cleanup}_deleted_entries_total", "Stale conntrack entries deleted")
+        self._reset_pairs = gauge(
+            "kproxy_removed_endpoints", "Frontends times removed endpoints whose connections are reset",
+            _IP_FAMILY)
+        self._reset_failures = self._counter(
+            "kproxy_removed_endpoint_failures_total", "Failures to reset connections to removed endpoints")
+        for family in families:
+            self._reset_pairs.labels(family.label)
         self._operations = self._counter(
             "kproxy_sync_operations_total", "Kernel objects written or deleted")
         self._retries = self._counter("kproxy_sync_retries_total", "Syncs that repeat a failed one")
@@ -368,6 +376,11 @@ class SyncMetrics(SyncObserver):
         """Count a clean-up of stale flows that succeeded. Any thread may call."""
         self._cleanup.labels(family.label).observe(seconds)
         self._deleted_flows.labels(family.label).inc(deleted)
+
+    def record_resets(self, result: ResetResult) -> None:
+        """Record a search for connections to removed endpoints. Any thread may call."""
+        self._reset_pairs.labels(result.family.label).set(result.pairs)
+        self._reset_failures.labels(result.family.label).inc(bool(result.problem))
 
     def _observe_duration(self, family: Family, scope: Scope, seconds: float) -> None:
         self._sync.labels(family.label).observe(seconds)

@@ -129,6 +129,8 @@ class FamilySync:
         if udp_frontends := self.plans.pending_udp_frontends():
             for observer in self._observers:
                 observer.plans_changed(self.family, udp_frontends)
+        for observer in self._observers:
+            observer.sync_planned(self.plans)
         try:
             report = self.instance.sync(self.plans.update(scope))
         except Unsupported:
@@ -157,7 +159,7 @@ class FamilySync:
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
-            steps=steps, udp_ports=self.plans.take_udp_ports(),
+            steps=steps, udp_ports=self.plans.take_udp_ports(), reset_ports=self.plans.take_reset_ports(),
             health_checks=self.plans.take_health_checks(), last_resorts=self.plans.take_last_resorts(),
             trigger_times=trigger_times, named=self._objects.take_named(), problem=problem, is_first=is_first,
             rules_were_missing=rules_were_missing,

@@ -24,6 +24,7 @@ class NodeSettings(Struct, frozen=True, kw_only=True):
     """Returns the node's address while there is no Node object. None: it is unknown until then."""
     masquerade_all: bool = False
     masquerade_bit: int = 14
+    removed_endpoints: str = "keep"
 
 
 class NodeFacts:
@@ -74,6 +75,7 @@ class NodeFacts:
             service_cidrs=tuple(cidr for cidr in self.service_cidrs if cidr.family is family),
             masquerade_all=settings.masquerade_all,
             masquerade_bit=settings.masquerade_bit,
+            removed_endpoints=settings.removed_endpoints,
         )
         return view, node_ports.problem
 

@@ -43,6 +43,8 @@ class Synced(Struct, frozen=True, kw_only=True):
     udp_ports: frozenset[ServicePortKey] = frozenset()
     """UDP service ports with new plans or other serving endpoints since the last success, or that were tried
     again."""
+    reset_ports: frozenset[ServicePortKey] = frozenset()
+    """See `FamilyPlans.reset_ports`."""
     health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
     """Health check node ports that may have changed since the last success; None: removed."""
     last_resorts: Sequence[LastResortStep] = ()
@@ -99,6 +101,9 @@ class SyncObserver:
 
         None: until the next success another instance may write any rules, which packets meet at once.
         """
+
+    def sync_planned(self, plans: FamilyPlans) -> None:
+        """The backend is called next, to bring the kernel to *plans*."""
 
     def sync_succeeded(self, synced: Synced) -> None:
         """The kernel agrees with the plans."""

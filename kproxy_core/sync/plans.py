@@ -1,13 +1,13 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
+from kproxy_core.model.service import Destination, EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.model.timing import Agenda
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.endpoints import (
@@ -18,9 +18,10 @@ from kproxy_core.plan.endpoints import (
     within_limit,
 )
 from kproxy_core.plan.last_resort import LastResort, LastResortStep, as_ready, find_last_resort
+from kproxy_core.plan.removed_endpoints import kept_destinations
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 
-_UDP = Protocol.UDP
+_TCP, _UDP = Protocol.TCP, Protocol.UDP
 
 GIANT = 10_000
 """Threshold in endpoints times ports for a giant: a change of such a Service takes some 0.1 s."""
@@ -78,6 +79,7 @@ class FamilyPlans:
         self._last_resorts_before: dict[ServiceName, LastResort | None] = {}
         """The acknowledged ones of the Services whose last resorts may differ now."""
         self._udp_ports: set[ServicePortKey] = set()
+        self._reset_ports: set[ServicePortKey] = set()
         self._health_checked: set[ServiceName] = set()
         self._ready: dict[ServiceName, int] = {}
         """The counts of ready endpoints that the health check node ports show."""
@@ -219,6 +221,28 @@ class FamilyPlans:
         taken, self._udp_ports = self._udp_ports, set()
         return frozenset(taken)
 
+    @property
+    def reset_ports(self) -> Set[ServicePortKey]:
+        """TCP service ports planned since the last `take_reset_ports` whose connections may be reset.
+
+        The endpoints that they have lost may differ even where their plans do not.
+        """
+        return self._reset_ports
+
+    def take_reset_ports(self) -> frozenset[ServicePortKey]:
+        taken, self._reset_ports = self._reset_ports, set()
+        return frozenset(taken)
+
+    def kept(self, key: ServicePortKey) -> frozenset[Destination] | None:
+        """Return the endpoints of a service port that are not removed; None: its connections are not reset.
+
+        None, too, for a Service above the limit, not all of whose endpoints are known.
+        """
+        plan = self.plans.get(key)
+        if plan is None or not plan.resets_removed or key.service in self._omitted:
+            return None
+        return kept_destinations(plan, self.candidates(key))
+
     def take_health_checks(self) -> dict[ServiceName, HealthCheck | None]:
         """Return the health check node ports planned or tried again since the last call; None: removed.
 
@@ -316,6 +340,8 @@ class FamilyPlans:
         known = self.plans.get(key)
         if key.protocol is _UDP:
             self._udp_ports.add(key)
+        elif key.protocol is _TCP and ((known and known.resets_removed) or (plan and plan.resets_removed)):
+            self._reset_ports.add(key)
         if (known and known.health_check_node_port) or (plan and plan.health_check_node_port):
             self._health_checked.add(key.service)
         if known == plan:

@@ -157,8 +157,9 @@ class Rig:
         all_synced: Callable[[], None] = lambda: None,
         backend: Backend | None = None,
         instance: BackendInstance | None = None,
+        observers: Callable[[Clock], Sequence[SyncObserver]] = lambda _: (),
     ) -> None:
-        """*backend*, or the one of *instance*, replaces the recording one."""
+        """*backend*, or the one of *instance*, replaces the recording one. *observers* are further ones."""
         self.clock = Clock()
         self.backend = RecordingBackend(self.clock)
         instance = instance or instance_of(backend or self.backend, families)
@@ -174,8 +175,8 @@ class Rig:
         self.service_health = [RecordingServiceHealth(family) for family in families]
         self.store = Store(families, kinds=["test"], started=WALL)
         self.flows = StaleFlowObserver(families, self.cleaner.clean)
-        observers = [
-            self.health, *self.service_health,
+        all_observers = [
+            *observers(self.clock), self.health, *self.service_health,
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
             LastResortReports(lambda *report: self.reports.append(report)), ChangeLog(), self.recorder,
         ]
@@ -183,7 +184,7 @@ class Rig:
         self._families = families
         self._pacing = lambda: Pacing(min_interval=min_interval, retry_cap=30.0, shortest_rest=0.0)
         self.loop = Loop(
-            families, self.store, facts, instance, observers,
+            families, self.store, facts, instance, all_observers,
             pacing=self._pacing, clock=self.clock, cpu=self.clock, all_synced=all_synced,
         )
 

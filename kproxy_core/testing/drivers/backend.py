@@ -33,6 +33,7 @@ from kproxy_core.modes.switch import start_backend
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.resets import ConnectionResets, clean_up_resets
 from kproxy_core.testing.conformance.kernel_state import stop_translating, translate_addresses
 from kproxy_core.testing.drivers.driver import (
     NO_OPTIONS,
@@ -102,7 +103,8 @@ class BackendDriver(Driver):
                 _FAMILIES,
                 Store(_FAMILIES, (), time.time(), last_resort=self._config.kproxy.last_resort_seconds),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
-                self._instance, [flows, self._early],
+                self._instance,
+                [flows, self._early, ConnectionResets(_FAMILIES, lambda _: None)],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
             )  # fmt: skip
             self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
@@ -202,8 +204,9 @@ class BackendDriver(Driver):
 
     def cleanup(self) -> None:
         with self.node.entered():
-            for layer in reversed(self.registry.layers(self._mode)):
-                left = self.registry.cleanup(layer, self._backend_settings, dry_run=False)
+            layers = reversed(self.registry.layers(self._mode))
+            for left in (clean_up_resets(dry_run=False), *(
+                self.registry.cleanup(layer, self._backend_settings, dry_run=False) for layer in layers)):
                 if left.errors:
                     raise DriverError(f"kproxy_cleanup: {'; '.join(left.errors)}")
 

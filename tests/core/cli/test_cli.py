@@ -365,7 +365,10 @@ def test_cleanup_removes_every_trace_and_nothing_else_and_can_be_repeated(
     with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
         proxy.await_health()
         proxy.end()
+    node.nft("add table ip kproxy-resets\n")
     assert "nftables: table ip kproxy would be removed" in node.run(KPROXY, "--cleanup", "--dry-run")
-    assert "nftables: table ip kproxy removed" in node.run(KPROXY, "--cleanup")
+    done = node.run(KPROXY, "--cleanup")
+    assert "nftables: table ip kproxy removed" in done
+    assert "resets: table ip kproxy-resets removed" in done
     assert node.run("nft", "list", "tables").strip() == "table ip theirs"
     assert node.run(KPROXY, "--cleanup") == ""

@@ -181,3 +181,12 @@ def test_a_leaving_node_has_a_healthy_proxy_that_was_updated_before() -> None:
     body = json.loads(node.health.healthz().body)
     assert (body["healthy"], body["nodeEligible"]) == (True, False)
     assert body["lastUpdated"] == "2026-03-01T12:00:00Z"
+
+
+def test_the_problem_of_another_part_is_shown_and_the_proxy_is_healthy() -> None:
+    node = Node().in_sync()
+    node.health.report("connections to removed endpoints", V4, "cannot change table")
+    assert node.health.problems() == ["IPv4: connections to removed endpoints: cannot change table"]
+    assert node.health.healthz().status == 200
+    node.health.report("connections to removed endpoints", V4, "")
+    assert node.health.problems() == []
