@@ -7,6 +7,7 @@ from kproxy_core.contract import (
     BackendSettings,
     Connections,
     Damage,
+    IsRemoved,
     KernelSide,
     Leftovers,
     Measurement,
@@ -65,6 +66,10 @@ class UserspaceBackend(Backend):
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         state = self._families.get(family)
         return frozenset() if state is None else state.listening_ports(key)
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        state = self._families.get(family)
+        return 0 if state is None else state.reset_connections(is_removed)
 
     def render(self, update: Update) -> str:
         return render_text(update, self._settings)

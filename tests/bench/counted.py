@@ -58,7 +58,7 @@ class Worker:
         self.ask(serve)
 
     def ask(self, command: wire.Command) -> None:
-        wire.send(self._control, [command])
+        wire.send(self._control, wire.encoded([command]))
         wire.receive(self._control)
 
     def end(self) -> list[list[int]]:

@@ -82,7 +82,7 @@ def _exchange(
                     if are_sent:
                         answers[worker] = wire.receive(worker.control)
                     else:
-                        wire.send(worker.control, commands)
+                        wire.send(worker.control, wire.encoded(commands))
                 except OSError as error:
                     problem = f"relay worker {worker.process.pid} does not answer: {error}"
                     worker.end()
@@ -148,10 +148,19 @@ class WorkerPool:
         """Return the endpoints of the affinity of *client*, by relay. From any thread."""
         return dict(self._ask(wire.Recall(client)))
 
-    def _ask(self, question: wire.ReportCounts | wire.Recall) -> list[Any]:
+    def connected(self) -> set[tuple[int, Endpoint]]:
+        """Return the relays and endpoints with open TCP connections between them. From any thread."""
+        return {(relay, endpoint) for relay, endpoint in self._ask(wire.ReportConnected())}
+
+    def reset(self, endpoints: Mapping[int, Iterable[Endpoint]]) -> int:
+        """Reset the TCP connections of relays to these *endpoints*. Return their number. From any thread."""
+        orders = [wire.Reset(relay, tuple(among)) for relay, among in endpoints.items()]
+        return sum(number for (number,) in self._ask(*orders)) if orders else 0
+
+    def _ask(self, *questions: wire.Question) -> list[Any]:
         """Return the answers of all running workers. The next sync replaces those that do not answer."""
         with self._ordering:
-            answers, _ = _exchange([(worker, [question]) for worker in self._workers if worker.is_running])
+            answers, _ = _exchange([(worker, questions) for worker in self._workers if worker.is_running])
         return [each for answer in answers.values() for each in answer]
 
     def running(self) -> list[Worker]:

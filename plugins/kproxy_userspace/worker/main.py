@@ -79,6 +79,8 @@ class RelayWorker:
         self._shared = Resources(self._events, counts, Pipes(), DialSockets(), half_closed)
         self._tally = Tally()
         self._relays: dict[int, TcpListener | UdpRelay] = {}
+        self._closed: dict[int, list[TcpListener]] = {}
+        """Closed relays that have connections."""
         self._clients = WeakValueDictionary[int, Clients]()
         """Clients with affinity, by service port."""
 
@@ -118,6 +120,15 @@ class RelayWorker:
                 now = time.monotonic()
                 kept = ((number, each.balancer.kept(client, now)) for number, each in self._relays.items())
                 return [(number, endpoint) for number, endpoint in kept if endpoint is not None]
+            case wire.ReportConnected():
+                return {(number, each.endpoint) for number, each in self._connections()}
+            case wire.Reset(relay_number, endpoints):
+                gone = frozenset(map(tuple, endpoints))
+                found = [each for number, each in self._connections()
+                         if number == relay_number and each.endpoint in gone]
+                for connection in found:
+                    connection.reset()
+                return [(len(found),)]
             case wire.Serve():
                 try:
                     self._serve(command)
@@ -127,7 +138,15 @@ class RelayWorker:
                 removed = relay.balancer.set_endpoints((), None) if command.endpoints_removed else []
                 relay.close()
                 self._leave(relay, removed)
+                if isinstance(relay, TcpListener) and relay.connections:
+                    self._closed.setdefault(command.relay, []).append(relay)
         return []
+
+    def _connections(self) -> list[tuple[int, Connection]]:
+        """Return the open TCP connections of all relays, with the relays' numbers."""
+        listeners = [(number, each) for number, each in self._relays.items() if isinstance(each, TcpListener)]
+        listeners += [(number, each) for number, relays in self._closed.items() for each in relays]
+        return [(number, each) for number, listener in listeners for each in listener.connections]
 
     def _serve(self, order: wire.Serve) -> None:
         relay = self._relays.get(order.relay)
@@ -168,6 +187,10 @@ class RelayWorker:
         now = time.monotonic()
         for clients in self._clients.values():
             clients.forget_expired(now)
+        for number, relays in list(self._closed.items()):
+            self._closed[number] = [relay for relay in relays if relay.connections]
+            if not self._closed[number]:
+                del self._closed[number]
         self._events.timeouts(_EXPIRY_SECONDS).call(self._forget_expired)
 
 

@@ -55,6 +55,18 @@ class Recall(NamedTuple):
     client: str
 
 
+class ReportConnected(NamedTuple):
+    """A request for relays and endpoints that have open TCP connections between them, closed relays
+    included."""
+
+
+class Reset(NamedTuple):
+    """An order to reset the connections of a relay to some endpoints, answered by their number."""
+
+    relay: int
+    endpoints: tuple[Endpoint, ...]
+
+
 class Count(NamedTuple):
     """Connections to one endpoint."""
 
@@ -73,7 +85,9 @@ class Close(NamedTuple):
 
 
 Order = Serve | Close
-Command = Order | ReportCounts | Recall
+Question = ReportCounts | Recall | ReportConnected | Reset
+Command = Order | Question
+_KINDS: tuple[type[Command], ...] = (Serve, Close, ReportCounts, Recall, ReportConnected, Reset)
 
 
 def send(sock: socket.socket, messages: Iterable[tuple[Any, ...]]) -> None:
@@ -99,7 +113,10 @@ def _exactly(sock: socket.socket, size: int) -> bytearray:
     return data
 
 
+def encoded(commands: Iterable[Command]) -> list[tuple[Any, ...]]:
+    """Return *commands* as the values that `as_commands` reads."""
+    return [(_KINDS.index(type(each)), *each) for each in commands]
+
+
 def as_commands(values: list[Any]) -> list[Command]:
-    kinds: tuple[type[Command], ...] = (Serve, Close, ReportCounts, Recall)
-    of_length = {len(kind._fields): kind for kind in kinds}
-    return [of_length[len(value)](*value) for value in values]
+    return [_KINDS[kind](*fields) for kind, *fields in values]
