@@ -15,6 +15,7 @@ from kproxy_core.contract import (
     BackendSettings,
     Connections,
     Damage,
+    IsRemoved,
     KernelSide,
     LayeredBackend,
     Measurement,
@@ -36,6 +37,7 @@ from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel.maps import Kernel, leave_to_rules, pinned_maps
 from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
+from kproxy_ebpf.kernel.sockets import reset_connections
 from kproxy_ebpf.render import preview, render_text
 from kproxy_ebpf.settings import read_settings
 from kproxy_ebpf.traffic import Traffic
@@ -111,6 +113,9 @@ class EbpfBackend(LayeredBackend):
         if update.scope is Scope.RESYNC and kernel.problem():
             kernel.attach()
         return replace(report, operations=report.operations + operations)
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        return self.base.reset_connections(family, is_removed) + reset_connections(family, is_removed)
 
     def render(self, update: Update) -> str:
         """Return the base's rules and this mode's, and the maps as comments."""

@@ -36,6 +36,10 @@ SHORT_CIRCUITS = {Family.IPV4: 4, Family.IPV6: 8}
 """Flag of a frontend with policy Local: the rules send pods to all endpoints, and other clients to those on
 this node."""
 
+RESETS = 16
+"""Flag of a frontend: its connections to removed endpoints are reset. Those of pods are left to the rules, as
+this process may not enter the network namespaces of pods."""
+
 Counts = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of `Connections`: `number`, `failed`, `carried`, and `handshakes`."""
 

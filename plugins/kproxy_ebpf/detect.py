@@ -12,7 +12,7 @@ from kproxy_core.contract.caveats import sorted_plans
 from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
-from kproxy_core.linux.udp_sockets import udp_destruction_problem
+from kproxy_core.linux.sockets import udp_destruction_problem
 from kproxy_core.model.address import Family, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts

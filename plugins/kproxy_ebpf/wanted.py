@@ -11,7 +11,14 @@ from kproxy_core.model.address import Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, frontend_key, node_port_key
+from kproxy_ebpf.batch import (
+    MASQUERADES_PODS,
+    RESETS,
+    SHORT_CIRCUITS,
+    address_key,
+    frontend_key,
+    node_port_key,
+)
 
 
 class FrontendElement(NamedTuple):
@@ -19,7 +26,7 @@ class FrontendElement(NamedTuple):
 
     key: bytes
     flags: int
-    """`batch.MASQUERADES_PODS`, or of `batch.SHORT_CIRCUITS`; 0: an internal frontend."""
+    """Of `batch.MASQUERADES_PODS`, `batch.SHORT_CIRCUITS` and `batch.RESETS`."""
 
 
 class Group(NamedTuple):
@@ -41,8 +48,9 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     if plan.key.protocol is Protocol.SCTP:
         return
     internal: list[FrontendElement] = []
+    resets = RESETS * (plan.resets_removed and plan.key.protocol is Protocol.TCP)
     if plan.cluster_ip is not None:
-        internal.append(FrontendElement(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), 0))
+        internal.append(FrontendElement(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), resets))
     keys = [
         frontend_key(address, plan.key.protocol, plan.port)
         for address in (plan.external_ips if plan.source_ranges else plan.external_addresses)
@@ -50,7 +58,7 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     if plan.node_port:
         keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
     flag = SHORT_CIRCUITS[plan.family] if plan.external_policy_local else MASQUERADES_PODS
-    external = [FrontendElement(key, flag) for key in keys]
+    external = [FrontendElement(key, flag | resets) for key in keys]
     if plan.internal_policy_local:
         if internal and plan.local:
             yield Group("local", tuple(internal), plan.local)
@@ -85,4 +93,4 @@ def frontends_left_by_pods(clients: str, node: NodeView) -> int:
     Rules that cannot recognise pods treat them like any client of a frontend with policy Local.
     """
     masquerading = MASQUERADES_PODS * (clients != "all")
-    return masquerading | (SHORT_CIRCUITS[node.family] if node.local_source is None else 0)
+    return RESETS | masquerading | (SHORT_CIRCUITS[node.family] if node.local_source is None else 0)

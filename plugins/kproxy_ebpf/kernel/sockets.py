@@ -4,8 +4,9 @@ import logging
 import socket
 import struct
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
+from kproxy_core.contract import IsRemoved
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import (
     NETLINK_SOCK_DIAG,
@@ -17,21 +18,39 @@ from kproxy_core.linux.messages import (
 )
 from kproxy_core.linux.namespaces import in_network_namespaces
 from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.udp_sockets import UdpSocket, connected_udp_sockets, destroy_udp_sockets
+from kproxy_core.linux.sockets import (
+    UdpSocket,
+    connected_udp_sockets,
+    destroy_tcp_sockets,
+    destroy_udp_sockets,
+    peer_of,
+)
 from kproxy_core.model.address import Address, Family
-from kproxy_ebpf.batch import PRESENT, address_key, cookie_key, parse_endpoint
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_ebpf.batch import (
+    PRESENT,
+    address_key,
+    cookie_key,
+    frontend_family,
+    parse_endpoint,
+    parse_frontend,
+    parse_peer,
+)
 from kproxy_ebpf.kernel import bpf
 
 log = logging.getLogger("kproxy.ebpf")
 
 _NO_LISTENERS: Final = 0xFFF & ~(1 << 10)
 """All states of sockets but TCP_LISTEN."""
+_CONNECTED: Final = 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5 | 1 << 8
+"""TCP_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _FIN_WAIT2 and _CLOSE_WAIT: a process may await data, or send some.
+"""
 _REQUEST = struct.Struct("=BBxxIH46x")
 """inet_diag_req_v2: family, protocol, states, and the socket's local port in network order."""
 _STORAGES_WANTED: Final = nested(2)
 """INET_DIAG_REQ_SK_BPF_STORAGES: of all maps, since Linux 5.7. Takes CAP_BPF."""
-_MESSAGE = struct.Struct("=B7x16s48x")
-"""inet_diag_msg: family and local address."""
+_MESSAGE = struct.Struct("=B3x48s20x")
+"""inet_diag_msg: family and identity (inet_diag_sockid)."""
 _STORAGES, _VALUE = 20, 3
 """INET_DIAG_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_MAP_VALUE"""
 
@@ -41,24 +60,62 @@ def stored_values(protocol: int, port: int) -> list[tuple[Address, bytes]]:
 
     Only of sockets in the calling thread's network namespace. Raises HostError.
     """
-    found: list[tuple[Address, bytes]] = []
+    return [(one.source, one.value) for one in _stored(protocol, _NO_LISTENERS, port)]
+
+
+class _Stored(NamedTuple):
+    """What a program stores for a socket."""
+
+    family: int
+    identity: bytes
+    value: bytes
+
+    @property
+    def source(self) -> Address:
+        address = self.identity[4:20]
+        return Address(address[:4] if self.family == socket.AF_INET else address)
+
+
+def _stored(protocol: int, states: int, port: int = 0) -> list[_Stored]:
+    """Return what programs store for sockets in these *states* with a local *port*; 0: any."""
+    found: list[_Stored] = []
     with doing("read what programs keep for sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
         for family in (socket.AF_INET, socket.AF_INET6):
-            request = _REQUEST.pack(family, protocol, _NO_LISTENERS, socket.htons(port))
+            request = _REQUEST.pack(family, protocol, states, socket.htons(port))
             found += sock.dump(SOCK_DIAG_BY_FAMILY, request + _STORAGES_WANTED, lambda answers: [
                 stored for answer in answers for stored in _decode(answer)])
     return found
 
 
-def _decode(answer: Span) -> list[tuple[Address, bytes]]:
+def _decode(answer: Span) -> list[_Stored]:
     data, start, end = answer
-    family, address = _MESSAGE.unpack_from(data, start)
-    source = Address(address[:4] if family == socket.AF_INET else address)
+    family, identity = _MESSAGE.unpack_from(data, start)
     return [
-        (source, attributes(data, first, last)[_VALUE])
+        _Stored(family, identity, attributes(data, first, last)[_VALUE])
         for kind, at, until in attribute_spans(data, start + _MESSAGE.size, end) if kind == _STORAGES
         for _, first, last in attribute_spans(data, at, until)
     ]
+
+
+def reset_connections(family: Family, is_removed: IsRemoved) -> int:
+    """Destroy the node's TCP sockets that programs sent to removed endpoints. Return their number.
+
+    Programs leave sockets of pods to the rules (`batch.RESETS`). Raises HostError.
+    """
+    return destroy_tcp_sockets(
+        (one.family, one.identity) for one in _stored(socket.IPPROTO_TCP, _CONNECTED)
+        if _is_connected_to_removed(one, family, is_removed))
+
+
+def _is_connected_to_removed(one: _Stored, family: Family, is_removed: IsRemoved) -> bool:
+    pair = parse_peer(one.value)
+    if pair is None or frontend_family(pair[0]) is not family:
+        return False
+    address, port = peer_of(one.family, one.identity)
+    endpoint = parse_endpoint(pair[1], family)
+    if (address_key(address), port) != (address_key(endpoint.address), endpoint.port):
+        return False  # It was connected again, to another address.
+    return is_removed(Frontend(*parse_frontend(pair[0])), endpoint)
 
 
 def destroy_connected_sockets(connected: int, definition: bpf.MapDefinition, endpoints: int) -> None:

@@ -3,6 +3,6 @@
 
 def test_connected_udp_is_left_to_the_rules() -> None:
     """The guest's kernel has no CONFIG_INET_DIAG_DESTROY."""
-    from kproxy_core.linux.udp_sockets import udp_destruction_problem
+    from kproxy_core.linux.sockets import udp_destruction_problem
 
     assert udp_destruction_problem() == "the kernel has no CONFIG_INET_DIAG_DESTROY"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.linux import udp_sockets
-from kproxy_core.linux.udp_sockets import connected_udp_sockets, destroy_udp_sockets, udp_destruction_problem
+from kproxy_core.linux import sockets as diag
+from kproxy_core.linux.sockets import connected_udp_sockets, destroy_udp_sockets, udp_destruction_problem
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
@@ -303,6 +303,6 @@ def test_destruction_is_available_here() -> None:
 
 def test_a_kernel_without_destruction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unix sockets cannot be destroyed by any kernel; the refusal is the same."""
-    request = udp_sockets._destruction(socket.AF_UNIX, bytes(48))
-    monkeypatch.setattr(udp_sockets, "_destruction", lambda *_: request)
+    request = diag._destruction(socket.AF_UNIX, bytes(48))
+    monkeypatch.setattr(diag, "_destruction", lambda *_: request)
     assert udp_destruction_problem() == "the kernel has no CONFIG_INET_DIAG_DESTROY"

@@ -1,10 +1,10 @@
-"""Connected UDP sockets of the calling thread's network namespace (linux/sock_diag.h, linux/inet_diag.h)."""
+"""Sockets of the calling thread's network namespace, and their end (linux/sock_diag.h, linux/inet_diag.h)."""
 
 import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
@@ -42,8 +42,13 @@ class UdpSocket(NamedTuple):
     @property
     def peer(self) -> tuple[Address, int]:
         """The remote address and port; IPv4-mapped addresses have 16 bytes."""
-        port, address = _REMOTE.unpack_from(self.identity)
-        return Address(address[:4] if self.family == socket.AF_INET else address), port
+        return peer_of(self.family, self.identity)
+
+
+def peer_of(family: int, identity: bytes) -> tuple[Address, int]:
+    """Return the remote address and port of a socket, given as in `destroy_tcp_sockets`."""
+    port, address = _REMOTE.unpack_from(identity)
+    return Address(address[:4] if family == socket.AF_INET else address), port
 
 
 def connected_udp_sockets() -> list[UdpSocket]:
@@ -62,14 +67,26 @@ def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
 
     Return how many still existed. Raises HostError, after destroying all others, if one cannot be destroyed.
     """
-    requests = [_destruction(family, identity) for family, identity in sockets]
+    return _destroy("UDP sockets", [_destruction(family, identity) for family, identity in sockets])
+
+
+def destroy_tcp_sockets(sockets: Iterable[tuple[int, bytes]]) -> int:
+    """Destroy connected *sockets*, given by family and inet_diag_sockid: their processes get ECONNABORTED.
+
+    The peers get resets. Returns and raises as `destroy_udp_sockets`.
+    """
+    return _destroy("TCP sockets", [
+        _destruction(family, identity, socket.IPPROTO_TCP) for family, identity in sockets])
+
+
+def _destroy(what: str, requests: Sequence[NetlinkRequest]) -> int:
     if not requests:
         return 0
-    with doing("destroy UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+    with doing(f"destroy {what}"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
         refused = sock.exchange(requests)
     for refusal in refused:
         if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or reconnected since.
-            raise HostError("cannot destroy UDP sockets", refusal.error)
+            raise HostError(f"cannot destroy {what}", refusal.error)
     return len(requests) - len(refused)
 
 
@@ -87,5 +104,5 @@ def udp_destruction_problem() -> str:
     return ", ".join(os.strerror(code) for code in sorted(codes))
 
 
-def _destruction(family: int, identity: bytes) -> NetlinkRequest:
-    return NetlinkRequest(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))
+def _destruction(family: int, identity: bytes, protocol: int = socket.IPPROTO_UDP) -> NetlinkRequest:
+    return NetlinkRequest(_SOCK_DESTROY, 0, _REQUEST.pack(family, protocol, _ESTABLISHED, identity))
