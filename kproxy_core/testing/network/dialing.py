@@ -18,7 +18,9 @@ from kproxy_core.testing.network.addresses import symbol_of
 from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_core.testing.network.patience import patience
 
-REACHED, REFUSED, DROPPED, UNREACHABLE, BROKEN = "reached", "refused", "dropped", "unreachable", "broken"
+REACHED, REFUSED, DROPPED, UNREACHABLE = "reached", "refused", "dropped", "unreachable"
+RESET, BROKEN = "reset", "broken"
+"""An established connection ended with an error, or in another way."""
 
 ATTEMPT_TIMEOUT = 0.8
 """Seconds without an answer after which an attempt counts as dropped. Shorter than the second after which TCP
@@ -26,6 +28,8 @@ repeats a lost SYN, which would hide the loss. Multiplied by `patience`, as ever
 
 _IP_FREEBIND, _IPV6_FREEBIND = 15, 78
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
+_RESETS = {errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE}
+"""From the peer; from the node, which destroys the socket; for those who send once more."""
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM}
 
 T = TypeVar("T")
@@ -34,7 +38,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Outcome:
     kind: str
-    """`REACHED`, `REFUSED`, `DROPPED`, `UNREACHABLE` or `BROKEN`."""
+    """`REACHED`, `REFUSED`, `DROPPED`, `UNREACHABLE`, `RESET` or `BROKEN`."""
     endpoint: str = ""
     """Symbol of the endpoint that answered."""
     port: int = 0
@@ -55,6 +59,8 @@ def _failure(error: OSError, own: str = "") -> Outcome:
         kind = DROPPED
     elif isinstance(error, ConnectionRefusedError):
         kind = REFUSED
+    elif error.errno in _RESETS:
+        kind = RESET
     else:
         kind = UNREACHABLE if error.errno in _UNREACHABLE else BROKEN
     return Outcome(kind, own_client=own)

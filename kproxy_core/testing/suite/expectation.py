@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kproxy_core.testing.network.addresses import expand, is_node_address, resolve
-from kproxy_core.testing.network.dialing import BROKEN, DROPPED, REACHED, REFUSED, UNREACHABLE, Outcome
+from kproxy_core.testing.network.dialing import BROKEN, DROPPED, REACHED, REFUSED, RESET, UNREACHABLE, Outcome
 
 UNIFORM_BOUND = 4.0
 """Bound on chi-square per degree of freedom. A fair balancer exceeds it about once in ten thousand probes
@@ -16,7 +16,7 @@ Attempts = Sequence[tuple[str | None, Outcome]]
 Remembered = dict[str, dict[str | None, str]]
 """By name, the endpoint that each source reached."""
 
-_ANY_OF = {"unanswered": {DROPPED, REFUSED, UNREACHABLE, BROKEN}}
+_ANY_OF = {"unanswered": {DROPPED, REFUSED, UNREACHABLE, RESET, BROKEN}}
 
 
 class Expectation:
