@@ -8,6 +8,7 @@ from kproxy_core.contract import (
     BackendSettings,
     Connections,
     Damage,
+    IsRemoved,
     KernelSide,
     Measurement,
     Preview,
@@ -87,6 +88,11 @@ class NftablesBackend(Backend):
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        """Let kproxy's rules reset connections that bypass them by a flowtable."""
+        self._states[family].have_flows_meet_rules()
+        return 0
 
     def render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""

@@ -118,6 +118,16 @@ class FamilyState:
             self._clean_up(list(self._table.remove(unwanted(held, layout))))
         return SyncReport(operations)
 
+    def have_flows_meet_rules(self) -> None:
+        """Empty the flowtable, so that packets of all established flows meet the rules again.
+
+        From any thread. Raises SyncFailed.
+        """
+        objects = skeleton.offloading(self._in_effect)
+        if objects:
+            with Kernel() as kernel:
+                kernel.run([self._table.flush_chain(names.OFFLOADING), *self._table.write(objects)])
+
     def _reconcile(
         self, node: NodeView, plans: Plans, layout: Layout, held: HeldTable | None
     ) -> tuple[Applied, int]:

@@ -59,6 +59,7 @@ SERVICE_CIDRS = "service-cidrs"
 REFUSED = "refused"
 
 FLOWTABLE = "flows"
+OFFLOADING = "flow-offload"
 
 VERDICT_MAPS = (
     VIPS, ADMITTED_VIPS, STICKY_VIPS, STICKY_LOCAL_VIPS, RECORDED_VIPS,

@@ -116,13 +116,17 @@ def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
     if extras.counted:
         found += [counting.set_of_connections(family), counting.counting_set(family, names.REFUSED)]
     found += _chains(node, counted=extras.counted)
-    if extras.flowtable:
-        established = (ct_state("established"), offload(names.FLOWTABLE))
-        found.append(Flowtable(names.FLOWTABLE, extras.flowtable))
-        found.append(Chain("flow-offload", tuple(
-            (equals(L4_PROTOCOL, protocol), *established) for protocol in (Protocol.TCP, Protocol.UDP)
-        ), _FLOWTABLE_HOOK))  # fmt: skip
-    return found
+    return [*found, *offloading(extras)]
+
+
+def offloading(extras: Extras) -> list[Object]:
+    """Return the flowtable and the chain that adds flows to it; [] without one."""
+    if not extras.flowtable:
+        return []
+    established = (ct_state("established"), offload(names.FLOWTABLE))
+    return [Flowtable(names.FLOWTABLE, extras.flowtable), Chain(names.OFFLOADING, tuple(
+        (equals(L4_PROTOCOL, protocol), *established) for protocol in (Protocol.TCP, Protocol.UDP)
+    ), _FLOWTABLE_HOOK)]  # fmt: skip
 
 
 def templates(node: NodeView, wanted: Collection[Template]) -> list[Object]:

@@ -24,7 +24,9 @@ __all__ = ["own_network"]
 
 HERE = Path(__file__).with_name("flowtable")
 EVERYWHERE = {"kproxy": {"backendOptions": {"nftables": {"flowtable": ["eth0", "kcbr0", "kcveth2"]}}}}
-OTHERS = ("connection-survives", "udp-endpoint-removed", "hairpin", "nodeport-etp-local")
+OTHERS = (
+    "connection-survives", "udp-endpoint-removed", "hairpin", "nodeport-etp-local", "removed-endpoints-reset",
+)
 """Scenarios of the kit in which an established flow must change its way, or has an unusual one."""
 
 
