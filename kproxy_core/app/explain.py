@@ -406,6 +406,7 @@ def answer(
         "near": case.near,
         "affinity": None,
         "last_resort": None,
+        "removed_endpoints": "keep",
         "caveats": [caveat.what for caveat in caveats],
     }  # fmt: skip
     if plan is not None and frontend is not None:
@@ -430,6 +431,8 @@ def answer(
             {"endpoint": format_socket(*where), "because": _reason(endpoint, fate, node, any_ready=any_ready)}
             for where, endpoint in candidates if where not in chosen
         ]
+        if plan.resets_removed and packet.protocol is Protocol.TCP:
+            found["removed_endpoints"] = "reset"
         found["source"] = _source(packet, fate, node)
         if plan.affinity_seconds:
             remembered = side.remembered if side else None

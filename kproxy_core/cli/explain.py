@@ -96,6 +96,8 @@ def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
         pinned = affinity["remembered"]
         yield _line("affinity", f"{affinity['seconds']} s; " + (
             f"this sender is pinned to {pinned}" if pinned else "no endpoint is remembered for this sender"))
+    if packet["removed_endpoints"] == "reset":
+        yield _line("removed", "connections to endpoints that the Service has lost are reset")
     for caveat in packet["caveats"]:
         yield _line("caveat", caveat)
     yield from _kernel(packet["kernel"])

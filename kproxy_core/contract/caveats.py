@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kproxy_core.contract.values import Caveat, Update
-from kproxy_core.model.address import format_address
+from kproxy_core.model.address import Protocol, format_address
 from kproxy_core.plan.service_plan import ServicePlan
 
 
@@ -31,6 +31,13 @@ def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) ->
         for plan in plans:
             unserved = format_address(node.family.loopback)
             yield Caveat(f"node port {plan.node_port} is not served on {unserved}", plan.key)
+
+
+def of_removed_endpoints(update: Update) -> Iterator[Caveat]:
+    """Yield the service ports whose connections cannot be reset, where their Services ask for it."""
+    for plan in sorted_plans(update):
+        if plan.resets_removed and plan.key.protocol is Protocol.SCTP:
+            yield Caveat("SCTP connections to removed endpoints are not reset", plan.key)
 
 
 def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:

@@ -13,7 +13,7 @@ from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
 from kproxy_core.linux.sockets import udp_destruction_problem
-from kproxy_core.model.address import Family, format_address
+from kproxy_core.model.address import Family, Protocol, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.maps import namespace_cookie
@@ -168,6 +168,13 @@ def caveats(update: Update, settings: Settings) -> Iterator[Caveat]:
                 "containers of this machine that are not of this cluster are translated too", lost=False
             )
     for plan in plans:
+        if plan.resets_removed and plan.key.protocol is Protocol.TCP:
+            yield Caveat("connections of pods are left to the rules, which reset those to removed endpoints",
+                         plan.key, lost=False)  # fmt: skip
+            if not settings.stores_peers:
+                yield Caveat(
+                    "connections of the node itself to removed endpoints are not reset without getpeername",
+                    plan.key)
         if plan.affinity_seconds:
             yield Caveat("session affinity tells clients apart by network namespace, not by address",
                          plan.key, lost=False)  # fmt: skip

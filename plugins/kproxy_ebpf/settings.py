@@ -21,16 +21,20 @@ class Settings(NamedTuple):
     """getpeername(2) of a TCP socket returns the address that was dialled."""
     connected_udp: bool = False
     """Translate connected UDP sockets too, and destroy those whose endpoint is removed."""
+    stores_peers: bool = True
+    """Programs store for each TCP socket what it dialled: for getpeername(2) or to count connections."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:
     """Return the options in effect. Raises InvalidOption."""
+    getpeername = _boolean(settings, "getpeername", default=True)
     return Settings(
         cgroup=_path(settings, "cgroup", ""),
         clients=_choice(settings, "clients", ("auto", "all", "node")),
         pin_directory=_path(settings, "pinDirectory", DEFAULT_PIN_DIRECTORY),
-        getpeername=_boolean(settings, "getpeername", default=True),
+        getpeername=getpeername,
         connected_udp=_choice(settings, "connectedUdp", ("rules", "destroy")) == "destroy",
+        stores_peers=getpeername or settings.count_traffic,
     )
 
 

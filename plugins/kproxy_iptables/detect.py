@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Update
-from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
+from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import FeatureProbe, sysctl_finding
 from kproxy_iptables.settings import Settings, read_settings
@@ -60,6 +60,7 @@ def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     return (
         *of_node_ports(update, loopback=loopback, any_local_address=True),
         *of_unclaimed_ports(update),
+        *of_removed_endpoints(update),
         *_affinity(update),
     )
 

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
-from kproxy_core.contract.caveats import of_node_ports, sorted_plans
+from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, sorted_plans
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, kernel_version
@@ -113,6 +113,7 @@ def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     plans = sorted_plans(update)
     return (
         *of_node_ports(update, loopback=False, any_local_address=False),
+        *of_removed_endpoints(update),
         *_of_all(plans, settings.scheduler),
         *(caveat for plan in plans for caveat in _of_service_port(plan)),
     )

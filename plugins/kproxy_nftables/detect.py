@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, SyncFailed, Trial, Update
-from kproxy_core.contract.caveats import of_node_ports
+from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints
 from kproxy_core.linux import process
 from kproxy_core.linux.modules import Modules, kernel_version
 from kproxy_core.linux.nft_rules import (
@@ -289,4 +289,5 @@ def caveats(update: Update) -> Sequence[Caveat]:
 
     kube-proxy 1.36's nftables mode does not serve them on loopback either (KEP-3866).
     """
-    return tuple(of_node_ports(update, loopback=False, any_local_address=True))
+    return (
+        *of_node_ports(update, loopback=False, any_local_address=True), *of_removed_endpoints(update))

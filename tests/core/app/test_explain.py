@@ -229,6 +229,12 @@ def test_the_last_resort_counts_as_ready_and_its_age_is_told() -> None:
     assert "last resort for 12 s: no endpoint is ready (18 s left)" in as_text({"packets": [found]})
 
 
+def test_a_service_says_what_happens_to_connections_to_endpoints_that_it_has_lost() -> None:
+    assert only(known(HERE), "10.96.0.1:80", "pod")["removed_endpoints"] == "keep"
+    found = only(known(HERE, removed_endpoints="reset"), "10.96.0.1:80", "pod")
+    assert found["removed_endpoints"] == "reset"
+
+
 def test_a_service_is_asked_about_at_all_its_frontends_by_senders_of_every_origin() -> None:
     found = asked(known(HERE), "shop/web")
     assert {case.question.packet.port for case in found} == {80, 30080}

@@ -16,6 +16,7 @@ LEFT = "sockets of pods are left to the rules"
 OWN_SOURCE = "pods reach external frontends with their own address as source"
 CONTAINERS = "containers of this machine that are not of this cluster are translated too"
 AFFINITY = "session affinity tells clients apart by network namespace, not by address"
+RESETS = "connections of pods are left to the rules, which reset those to removed endpoints"
 LOOPBACK = "node port 30080 is served on 127.0.0.1 to the node itself"
 
 
@@ -31,6 +32,8 @@ LOOPBACK = "node port 30080 is served on 127.0.0.1 to the node itself"
         (NODE, service(affinity=60), "auto", False, [AFFINITY]),
         (ANYWHERE, service("web", "80@30080"), "auto", False, [LOOPBACK]),
         (NODE, service("web", "80/SCTP"), "all", True, []),
+        (NODE, service(removed_endpoints="reset"), "auto", False, [RESETS]),
+        (NODE, service("dns", "53/UDP", removed_endpoints="reset"), "auto", False, []),
     ],
 )
 def test_caveats(node: NodeView, what: Service, clients: str, whole_node: bool, expected: list[str]) -> None:
@@ -38,3 +41,10 @@ def test_caveats(node: NodeView, what: Service, clients: str, whole_node: bool, 
     found = list(caveats(update, Settings(cgroup="" if whole_node else "/pods", clients=clients)))
     assert [caveat.what for caveat in found] == expected
     assert not any(caveat.lost for caveat in found)
+
+
+def test_without_what_sockets_dialled_the_node_keeps_its_connections() -> None:
+    update = full_update(
+        NODE, plans(NODE, service(removed_endpoints="reset"), endpoint_slice("web", "10.244.2.1")))
+    lost = [each.what for each in caveats(update, Settings("/pods", stores_peers=False)) if each.lost]
+    assert lost == ["connections of the node itself to removed endpoints are not reset without getpeername"]

@@ -35,6 +35,13 @@ def test_ipv6_loopback_has_its_own_name() -> None:
     assert [caveat.what for caveat in kproxy_caveats(update)] == ["node port 30080 is not served on ::1"]
 
 
+def test_sctp_connections_to_removed_endpoints_are_kept() -> None:
+    node = node_view(node_port_addresses="192.0.2.1", removed_endpoints="reset")
+    update = full_update(node, plans(node, service("shop/web", "80", "dns:53/UDP", "sig:81/SCTP")))
+    [caveat] = kproxy_caveats(update)
+    assert (str(caveat.service_port), caveat.lost) == ("shop/web:sig", True)
+
+
 def test_a_node_without_node_ports_has_no_caveats() -> None:
     node = node_view(node_port_addresses="192.0.2.1")
     everything = service("shop/web", "80", "dns:53/UDP", "81/SCTP", affinity=10, external_local=True,
