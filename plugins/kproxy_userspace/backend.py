@@ -1,5 +1,6 @@
 """The backend instance: relays in worker processes, and one `FamilyState` for each IP family."""
 
+import logging
 from collections.abc import Sequence
 
 from kproxy_core.contract import (
@@ -30,9 +31,11 @@ from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.metrics import measurements
 from kproxy_userspace.render import complaint_about, preview, render_text
 from kproxy_userspace.retire import Retirement
-from kproxy_userspace.settings import read_settings
+from kproxy_userspace.settings import OLD_OPTION, read_settings
 from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.watch import Watcher
+
+log = logging.getLogger("kproxy.userspace")
 
 
 class UserspaceBackend(Backend):
@@ -41,6 +44,7 @@ class UserspaceBackend(Backend):
     def __init__(self, settings: BackendSettings) -> None:
         """Raises InvalidOption."""
         self._served = settings.families
+        self._given = settings
         self._settings = read_settings(settings)
         self._workers = WorkerPool(self._settings.workers, self._settings.of_workers)
         self._traffic = Traffic(self._workers)
@@ -51,6 +55,10 @@ class UserspaceBackend(Backend):
 
     def begin(self) -> bool:
         """Choose between iptables and netlink for each family. Raises Unsupported or SyncFailed."""
+        if OLD_OPTION in self._given.options:
+            log.warning("option will be removed", extra={"fields": {
+                "option": f"kproxy.backendOptions.userspace.{OLD_OPTION}",
+                "use_instead": "kproxy.removedEndpoints, or the annotation kproxy.dev/removed-endpoints"}})
         for family in self._served:
             self._state_of(family)
         return True

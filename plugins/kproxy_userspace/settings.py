@@ -10,6 +10,8 @@ from kproxy_core.model.duration import Duration
 from kproxy_userspace.worker.wire import WorkerSettings
 
 FOREVER = -1.0
+OLD_OPTION = "removedEndpoints"
+"""Of kproxy 0.2.0. `kproxy.removedEndpoints` applies to all modes, and spares endpoints that still serve."""
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5})|\+(\d{1,5}))?")
 
@@ -41,9 +43,9 @@ class Settings(NamedTuple):
 def read_settings(settings: BackendSettings) -> Settings:
     """Return the options in effect. Raises InvalidOption."""
     drain = {"leave": FOREVER, "close": 0.0, "drain": _duration(settings, "drainTimeout", 30.0)}
-    removed = settings.options.get("removedEndpoints", "leave")
+    removed = settings.options.get(OLD_OPTION, "leave")
     if removed not in tuple(drain):
-        raise InvalidOption(settings, "removedEndpoints", removed, "must be leave, close or drain")
+        raise InvalidOption(settings, OLD_OPTION, removed, "must be leave, close or drain")
     return Settings(
         listen=_address(settings, "listen"),
         bind=_bind(settings),

@@ -18,7 +18,8 @@ import pytest
 
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_core.testing.network.dialing import wait_until
 from kproxy_core.testing.network.patience import patience
@@ -30,6 +31,8 @@ from kproxy_userspace.worker.wire import Serve
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Start
+
+WEB = ServicePortKey("default", "web", "", Protocol.TCP)
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -184,6 +187,29 @@ def test_connections_to_a_removed_endpoint(
             else:
                 with pytest.raises(ConnectionResetError):
                     client.recv(1)
+
+
+@pytest.mark.parametrize("others", [["127.0.0.2"], []], ids=["replaced", "none left"])
+def test_connections_to_removed_endpoints_are_reset_on_request(start: Start, others: list[str]) -> None:
+    first, second = Destination.parse(A), Destination.parse(B)
+    with endpoints(ONE, TWO):
+        proxy = start()
+        proxy.serve(service(), "127.0.0.1")
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+            proxy.serve(service(), *others)
+
+            def reset(where: Destination) -> int:
+                return proxy.backend.reset_connections(
+                    Family.IPV4, lambda of, endpoint: (of, endpoint) == (WEB, where))
+
+            assert reset(second) == 0
+            client.sendall(b"still here;")
+            assert name_of(client) == "still here"
+            assert reset(first) == 1
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+            assert reset(first) == 0
 
 
 def test_no_connection_fails_while_endpoints_change(start: Start) -> None:
