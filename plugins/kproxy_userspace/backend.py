@@ -21,13 +21,13 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.explain import explain, frontends
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.portals import Portals, open_portals
-from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.metrics import measurements
 from kproxy_userspace.render import complaint_about, preview, render_text
 from kproxy_userspace.retire import Retirement

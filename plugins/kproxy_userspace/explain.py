@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from kproxy_core.contract import KernelObject, KernelSide, Question
+from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
@@ -12,7 +13,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
 from kproxy_userspace.kernel.portals import bridged_sources, read_portals
-from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted

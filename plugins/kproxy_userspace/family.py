@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kproxy_core.contract import IsRemoved, SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.relay.orders import Endpoint, Serve
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination, ServicePortKey
@@ -17,11 +19,8 @@ from kproxy_userspace.applied import Applied, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.names import Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import Redirect, RelayName, Wanted, wanted
-from kproxy_userspace.worker.wire import Serve
 
 log = logging.getLogger("kproxy.userspace")
 
@@ -110,7 +109,7 @@ class FamilyState:
     def close_departed(self) -> None:
         """Close departing relays to which no client is connecting. From any thread.
 
-        Raises HostError or SyncFailed.
+        Raises HostError.
         """
         before = time.monotonic() - GRACE_SECONDS
         with self._writing:
@@ -154,7 +153,7 @@ class FamilyState:
     def stop_accepting(self) -> None:
         """Accept no more TCP clients, and delete the flows of UDP clients that get no answer here.
 
-        Raises HostError or SyncFailed.
+        Raises HostError.
         """
         relays = self._applied.all_relays()
         self._workers.stop_accepting(

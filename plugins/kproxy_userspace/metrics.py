@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kproxy_core.contract import Measurement
-from kproxy_userspace.worker.counts import GAUGES, Counter
+from kproxy_core.linux.relay.counts import GAUGES, Counter
 
 _PREFIX = "kproxy_userspace_"
 _METRICS = {

@@ -1,4 +1,4 @@
-"""Names of the mode's chains (kube-proxy 1.25, pkg/proxy/userspace) and table, and its type of endpoints."""
+"""Names of the mode's chains (kube-proxy 1.25, pkg/proxy/userspace) and table."""
 
 PORTALS_CONTAINER = "KUBE-PORTALS-CONTAINER"
 PORTALS_HOST = "KUBE-PORTALS-HOST"
@@ -13,6 +13,3 @@ OUR_CHAINS = (*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", NON_LOCAL
 
 TABLE = "kproxy-userspace"
 """The nftables table that holds the portals on a machine without iptables."""
-
-Endpoint = tuple[str, int]
-"""Address as text, and port: the argument of connect(2)."""

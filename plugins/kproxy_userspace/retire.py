@@ -9,12 +9,12 @@ import time
 from collections import Counter as Clients
 from collections.abc import Collection
 
-from kproxy_core.contract import Leftovers, SyncFailed
+from kproxy_core.contract import Leftovers
 from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.relay.counts import Counter
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Protocol
 from kproxy_userspace.family import GRACE_SECONDS, FamilyState
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.worker.counts import Counter
 
 _LONGEST_HANDSHAKE = 185.0
 """Seconds after which conntrack has forgotten every unfinished handshake.
@@ -52,7 +52,7 @@ class Retirement:
             for family in self._families:
                 try:
                     family.stop_accepting()
-                except (HostError, SyncFailed) as error:
+                except HostError as error:
                     errors.append(str(error))
         # Counted last, because clients may just have been accepted.
         waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()

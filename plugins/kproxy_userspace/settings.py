@@ -5,9 +5,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.contract import BackendSettings, InvalidOption
+from kproxy_core.linux.relay.orders import WorkerSettings
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
 from kproxy_core.model.duration import Duration
-from kproxy_userspace.worker.wire import WorkerSettings
 
 FOREVER = -1.0
 OLD_OPTION = "removedEndpoints"

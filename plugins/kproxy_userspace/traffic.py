@@ -8,12 +8,12 @@ from operator import add
 from uuid import uuid4
 
 from kproxy_core.contract import Connections, Failure, Handshake
+from kproxy_core.linux.relay.orders import Count
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.arrivals import UnansweredFlow, unanswered_flows
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.worker.wire import Count
 
 _KEPT = 5400.0
 """Seconds after its last connection for which a count is kept: not an hour, see `kproxy_nft.counting`."""

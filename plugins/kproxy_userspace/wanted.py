@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback, outermost
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_userspace.names import Endpoint
 
 
 class Portal(NamedTuple):

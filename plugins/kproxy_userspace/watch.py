@@ -13,17 +13,17 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.contract import Damage, SyncFailed
+from kproxy_core.contract import Damage
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.nftables import Change, ChangeKind, Commit, CommitWatch
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.linux.relay.counts import Counter
+from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
-from kproxy_userspace.kernel.workers import Worker, WorkerPool
 from kproxy_userspace.names import OUR_CHAINS, TABLE
 from kproxy_userspace.skeleton import JUMPS
-from kproxy_userspace.worker.counts import Counter
 
 log = logging.getLogger("kproxy.userspace")
 
@@ -143,7 +143,7 @@ class Watcher:
                 if not state.is_intact():
                     self._damaged(family, suspicion or "portals are missing")
                 state.close_departed()
-            except (HostError, SyncFailed) as error:
+            except HostError as error:
                 log.warning("could not check portals", extra={"fields": {"error": str(error)}})
                 if suspicion:  # A sync is retried until it succeeds.
                     self._damaged(family, suspicion)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kproxy_userspace.worker import relays, wire
-from kproxy_userspace.worker.counts import make_counts
+from kproxy_core.linux.relay import orders, relays, wire
+from kproxy_core.linux.relay.counts import make_counts
 from tests.bench import load
 from tests.core.namespaces import Namespace, namespace
 
@@ -50,14 +50,14 @@ class _Timers(ast.NodeTransformer):
 class Worker:
     """A worker that serves one relay and is timed."""
 
-    def __init__(self, serve: wire.Serve) -> None:
+    def __init__(self, serve: orders.Serve) -> None:
         self._control, theirs = socket.socketpair()
         self._result, result = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=_run_timed, args=(theirs, result), daemon=True)
         self._process.start()
         self.ask(serve)
 
-    def ask(self, command: wire.Command) -> None:
+    def ask(self, command: orders.Command) -> None:
         wire.send(self._control, wire.encoded([command]))
         wire.receive(self._control)
 
@@ -76,10 +76,10 @@ def _run_timed(control: socket.socket, result: Connection) -> None:
     vars(relays).update(_now=time.perf_counter_ns, _times=times)
     code = compile(ast.fix_missing_locations(program), relays.__file__, "exec")
     exec(code, vars(relays))  # noqa: S102
-    from kproxy_userspace.worker import main  # It takes the timed classes.
+    from kproxy_core.linux.relay import worker  # It takes the timed classes.
 
-    settings = map(str, wire.WorkerSettings(0.25, -1.0, 3600.0))
-    main.main([str(os.dup(control.fileno())), str(make_counts()), *settings])
+    settings = map(str, orders.WorkerSettings(0.25, -1.0, 3600.0))
+    worker.main([str(os.dup(control.fileno())), str(make_counts()), *settings])
     result.send(times)
 
 
@@ -91,7 +91,7 @@ def main(host: Namespace, rounds: int) -> None:
     host.nft("\n".join(["table ip bench {", "chain output {", *chain, "}", "}"]))
     with load.endpoint(ECHO - 1, ECHO):
         workers = {
-            name: Worker(wire.Serve(
+            name: Worker(orders.Serve(
                 port, port, False, "0.0.0.0", 18000 + port, (("127.0.0.1", ECHO),), 0,
                 (None, 6, port) if name == "counted" else None))
             for name, port in PORTS.items()
@@ -100,7 +100,7 @@ def main(host: Namespace, rounds: int) -> None:
             for name in sorted(PORTS, reverse=turn % 2 == 0):
                 _connect(PORTS[name])
                 if turn % 20 == 0:
-                    workers[name].ask(wire.ReportCounts())
+                    workers[name].ask(orders.ReportCounts())
         found = {name: worker.end() for name, worker in workers.items()}
     for name, times in found.items():
         each = [

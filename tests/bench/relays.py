@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.worker.wire import Serve, WorkerSettings
+from kproxy_core.linux.relay.orders import Serve, WorkerSettings
+from kproxy_core.linux.relay.pool import WorkerPool
 from tests.bench import load
 
 BULK, ECHO = 19001, 19002

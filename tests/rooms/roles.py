@@ -26,7 +26,6 @@ MEANINGS = {
     "walk": "the way of a packet through listed rules",
     "traffic": "counts of connections",
     "metrics": "metrics of the mode's own",
-    "worker": "the processes that relay",
 }
 """What each module of a backend is for, in the order of the table."""
 

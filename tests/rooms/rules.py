@@ -65,9 +65,8 @@ PURE_MODULES = frozenset(
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
 ACTING_MODULES = frozenset(
-    {"backend", "kernel", "watch", "detect", "cleanup", "retire", "explain", "render", "traffic", "metrics",
-     "worker"}
-)  # fmt: skip
+    {"backend", "kernel", "watch", "detect", "cleanup", "retire", "explain", "render", "traffic", "metrics"}
+)
 """The modules and packages of a backend that may do input and output."""
 
 ROLES = PURE_MODULES | ACTING_MODULES | {"hooks", "settings", "family"}
@@ -78,7 +77,8 @@ INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kuberne
 ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 """Imports that look like input or output and are not: inet_pton and inet_ntop."""
 
-ONLY_ENCODE = ("kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables")
+ONLY_ENCODE = ("kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables",
+               "kproxy_core.linux.relay.orders")
 """The pure modules of `linux`, which pure modules may import."""
 
 ONLY_ANSWERS = ("kproxy_core.app.changes", "kproxy_core.app.explain", "kproxy_core.app.verify")
@@ -145,7 +145,8 @@ def plugins_speak_one_grammar(module: Module) -> Iterator[str]:
     for imported in module.imports():
         acts = imported.top in INPUT_AND_OUTPUT - {"logging", "time"} or (
             imported.module.startswith("kproxy_core.linux.")
-            and not imported.module.startswith(("kproxy_core.linux.errors", *ONLY_ENCODE)))
+            and not imported.module.startswith(
+                ("kproxy_core.linux.errors", "kproxy_core.linux.relay.pool", *ONLY_ENCODE)))
         if acts:
             yield f"{module.name}:{imported.line} imports {imported.module}: this belongs in kernel"
 

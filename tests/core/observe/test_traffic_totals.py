@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.contract.values import Connections, Failure, Handshake
 from kproxy_core.linux.conntrack import NatBinding, Volume
+from kproxy_core.linux.relay import counts as attribution
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.observe.traffic import (
@@ -28,7 +29,6 @@ from kproxy_core.observe.traffic import (
     TrafficCollector,
 )
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_userspace.worker import counts as attribution
 
 V4 = Family.IPV4
 WEB = ServicePortKey("default", "web", "http", Protocol.TCP)

@@ -14,6 +14,7 @@ import pytest
 
 import kproxy_userspace.family as family_module
 from kproxy_core.contract.values import BackendSettings, Failure
+from kproxy_core.linux.relay.orders import Count
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.observe.traffic import Counts
@@ -22,7 +23,6 @@ from kproxy_core.testing.network.namespaces import run
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.wanted import wanted
-from kproxy_userspace.worker.wire import Count
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Proxy, Start

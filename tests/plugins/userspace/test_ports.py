@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.linux.relay.worker import listening_socket
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts
-from kproxy_userspace.worker.main import listening_socket
 
 FEW = range(40000, 40010)
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy_core.contract import Backend, BackendSettings
+from kproxy_core.linux.relay.orders import WorkerSettings
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -17,8 +19,6 @@ from kproxy_core.testing.builders import endpoint_slice, full_update, plans, ser
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import retire as retire_module
 from kproxy_userspace.cleanup import cleanup
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.worker.wire import WorkerSettings
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start

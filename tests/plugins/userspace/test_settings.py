@@ -6,12 +6,12 @@ import pytest
 
 from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.values import BackendSettings
+from kproxy_core.linux.relay.orders import WorkerSettings
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations, bind_socket
 from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
-from kproxy_userspace.worker.wire import WorkerSettings
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP
 KEY = ServicePortKey("default", "web", "http", TCP)

@@ -18,6 +18,7 @@ import pytest
 
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.relay.orders import Serve
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
@@ -27,7 +28,6 @@ from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
 from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
-from kproxy_userspace.worker.wire import Serve
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Start

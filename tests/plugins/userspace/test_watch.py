@@ -11,9 +11,9 @@ import pytest
 
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
-from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.names import PORTALS_HOST
 from kproxy_userspace.watch import Watcher
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from kproxy_core.contract.errors import SyncFailed
+from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.linux.relay import wire
+from kproxy_core.linux.relay.orders import Serve, WorkerSettings
+from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
-from kproxy_userspace.kernel.workers import Worker, WorkerPool
 from kproxy_userspace.watch import Watcher
-from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.wire import Serve, WorkerSettings
 
 PATIENCE = 120
 SETTINGS = WorkerSettings(0.25, -1.0, 3600.0)
@@ -65,7 +65,7 @@ def test_an_order_fails_if_the_worker_exits(monkeypatch: pytest.MonkeyPatch, fir
                 patch.setattr(pool, "_command", killing(worker, pool._command))
             else:
                 patch.setattr(wire, "send", killing(worker, wire.send))
-            with pytest.raises(SyncFailed, match=f"relay worker {worker.process.pid} does not answer"):
+            with pytest.raises(HostError, match=f"relay worker {worker.process.pid} does not answer"):
                 pool.serve({1: order})
         assert pool.serve({1: order}) == {}
         socket.create_connection(("127.0.0.1", order.port)).close()

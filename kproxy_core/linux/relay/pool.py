@@ -8,11 +8,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kproxy_core.contract import SyncFailed
-from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.counts import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.worker.wire import Close, Order, Serve, WorkerSettings
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.relay import orders, wire
+from kproxy_core.linux.relay.counts import GAUGES, Counter, make_counts, open_counts
+from kproxy_core.linux.relay.orders import Close, Endpoint, Order, Serve, WorkerSettings
 
 _ANSWER_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
@@ -29,7 +28,7 @@ class Worker:
             self.counts = open_counts(counts)
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "kproxy_userspace.worker.main",
+                [sys.executable, "-S", "-m", "kproxy_core.linux.relay.worker",
                  *map(str, (theirs.fileno(), counts, *settings))],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
@@ -65,7 +64,7 @@ class Worker:
 
 
 def _exchange(
-    messages: Sequence[tuple[Worker, Sequence[wire.Command]]]
+    messages: Sequence[tuple[Worker, Sequence[orders.Command]]]
 ) -> tuple[dict[Worker, list[Any]], str]:
     """Send commands to workers. Return their answers, and a problem, or "".
 
@@ -105,7 +104,7 @@ class WorkerPool:
         """Serve relays as ordered, by number; None closes one. Return those that failed, with the reason.
 
         One worker serves all relays with affinity of one service port, because it alone knows the clients'
-        endpoints. Replaces exited workers first. Raises SyncFailed, after which the state of every relay is
+        endpoints. Replaces exited workers first. Raises HostError, after which the state of every relay is
         unknown.
         """
         with self._ordering:
@@ -124,7 +123,7 @@ class WorkerPool:
             ])  # fmt: skip
 
     def stop_accepting(self, relays: Iterable[int]) -> None:
-        """Stop listening for *relays*. Open TCP connections continue. Raises SyncFailed."""
+        """Stop listening for *relays*. Open TCP connections continue. Raises HostError."""
         with self._ordering:
             closing = [number for number in relays if number in self._wanted]
             for number in closing:
@@ -140,24 +139,24 @@ class WorkerPool:
         workers = [each for each in list(self._workers) if counter not in GAUGES or each.is_running]
         return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
-    def report(self) -> list[wire.Count]:
+    def report(self) -> list[orders.Count]:
         """Return new connections since the last report. From any thread; an exited worker's are lost."""
-        return [wire.Count(*each) for each in self._ask(wire.ReportCounts())]
+        return [orders.Count(*each) for each in self._ask(orders.ReportCounts())]
 
     def kept(self, client: str) -> dict[int, Endpoint]:
         """Return the endpoints of the affinity of *client*, by relay. From any thread."""
-        return dict(self._ask(wire.Recall(client)))
+        return dict(self._ask(orders.Recall(client)))
 
     def connected(self) -> set[tuple[int, Endpoint]]:
         """Return the relays and endpoints with open TCP connections between them. From any thread."""
-        return {(relay, endpoint) for relay, endpoint in self._ask(wire.ReportConnected())}
+        return {(relay, endpoint) for relay, endpoint in self._ask(orders.ReportConnected())}
 
     def reset(self, endpoints: Mapping[int, Iterable[Endpoint]]) -> int:
         """Reset the TCP connections of relays to these *endpoints*. Return their number. From any thread."""
-        orders = [wire.Reset(relay, tuple(among)) for relay, among in endpoints.items()]
-        return sum(number for (number,) in self._ask(*orders)) if orders else 0
+        resets = [orders.Reset(relay, tuple(among)) for relay, among in endpoints.items()]
+        return sum(number for (number,) in self._ask(*resets)) if resets else 0
 
-    def _ask(self, *questions: wire.Question) -> list[Any]:
+    def _ask(self, *questions: orders.Question) -> list[Any]:
         """Return the answers of all running workers. The next sync replaces those that do not answer."""
         with self._ordering:
             answers, _ = _exchange([(worker, questions) for worker in self._workers if worker.is_running])
@@ -177,7 +176,7 @@ class WorkerPool:
             self._workers = []
 
     def _order(self, orders: Sequence[tuple[Worker, Sequence[Order]]]) -> dict[int, str]:
-        """Send orders and return the relays that failed, with the reason. Raises SyncFailed."""
+        """Send orders and return the relays that failed, with the reason. Raises HostError."""
         answers, problem = _exchange(orders)
         failures: dict[int, str] = {}
         for worker, commands in orders:
@@ -191,7 +190,7 @@ class WorkerPool:
                 else:
                     worker.served.pop(command.relay, None)
         if problem:
-            raise SyncFailed(problem)
+            raise HostError(problem)
         return failures
 
     def _command(self, number: int, worker: Worker, relay: int) -> Order | None:
@@ -213,7 +212,7 @@ class WorkerPool:
         try:
             started = {number: Worker(self._settings) for number in new}
         except OSError as error:
-            raise SyncFailed(f"could not start a relay worker: {error}") from error
+            raise HostError("cannot start a relay worker", error) from error
         self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
         return new
 

@@ -6,7 +6,7 @@ Service.
 
 from collections.abc import Callable, Sequence
 
-from kproxy_userspace.names import Endpoint
+from kproxy_core.linux.relay.orders import Endpoint
 
 
 class Clients(dict[str, tuple[Endpoint, float]]):

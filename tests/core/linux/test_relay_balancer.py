@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.balancer import Balancer, Clients
+from kproxy_core.linux.relay.balancer import Balancer, Clients
+from kproxy_core.linux.relay.orders import Endpoint
 
 A, B, C = ("10.0.0.1", 80), ("10.0.0.2", 80), ("10.0.0.3", 80)
 

@@ -7,8 +7,7 @@ import os
 from bisect import bisect
 from collections.abc import Iterator, MutableSequence
 
-from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.wire import Count, Dialled
+from kproxy_core.linux.relay.orders import Count, Dialled, Endpoint
 
 # Counters in shared memory: reading them costs no message.
 
@@ -19,7 +18,7 @@ _WORD = 8
 
 
 class Counter(enum.IntEnum):
-    """Indices of counts. `kproxy_userspace.metrics` describes each."""
+    """Indices of counts."""
 
     CONNECTIONS = 0
     ACCEPTED = 1

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.balancer import Balancer, Clients
-from kproxy_userspace.worker.counts import Counts, FrontendCounts, Tally, open_counts
-from kproxy_userspace.worker.events import READ, Events
-from kproxy_userspace.worker.relays import (
+from kproxy_core.linux.relay import orders, wire
+from kproxy_core.linux.relay.balancer import Balancer, Clients
+from kproxy_core.linux.relay.counts import Counts, FrontendCounts, Tally, open_counts
+from kproxy_core.linux.relay.events import READ, Events
+from kproxy_core.linux.relay.orders import Endpoint, WorkerSettings
+from kproxy_core.linux.relay.relays import (
     Connection,
     DialSockets,
     HalfClosed,
@@ -30,7 +30,6 @@ from kproxy_userspace.worker.relays import (
     TcpListener,
     UdpRelay,
 )
-from kproxy_userspace.worker.wire import WorkerSettings
 
 _EXPIRY_SECONDS = 30.0
 """Interval in seconds at which expired affinity entries are dropped."""
@@ -111,30 +110,30 @@ class RelayWorker:
         except OSError:
             self._events.stopped = True
 
-    def _obey(self, command: wire.Command) -> Iterable[tuple[Any, ...]]:
+    def _obey(self, command: orders.Command) -> Iterable[tuple[Any, ...]]:
         """Return the answer to one command: the requested values, or a failed relay with the reason."""
         match command:
-            case wire.ReportCounts():
+            case orders.ReportCounts():
                 return self._tally.report()
-            case wire.Recall(client):
+            case orders.Recall(client):
                 now = time.monotonic()
                 kept = ((number, each.balancer.kept(client, now)) for number, each in self._relays.items())
                 return [(number, endpoint) for number, endpoint in kept if endpoint is not None]
-            case wire.ReportConnected():
+            case orders.ReportConnected():
                 return {(number, each.endpoint) for number, each in self._connections()}
-            case wire.Reset(relay_number, endpoints):
+            case orders.Reset(relay_number, endpoints):
                 gone = frozenset(map(tuple, endpoints))
                 found = [each for number, each in self._connections()
                          if number == relay_number and each.endpoint in gone]
                 for connection in found:
                     connection.reset()
                 return [(len(found),)]
-            case wire.Serve():
+            case orders.Serve():
                 try:
                     self._serve(command)
                 except OSError as error:
                     return [(command.relay, str(error))]
-            case wire.Close() if relay := self._relays.pop(command.relay, None):
+            case orders.Close() if relay := self._relays.pop(command.relay, None):
                 removed = relay.balancer.set_endpoints((), None) if command.endpoints_removed else []
                 relay.close()
                 self._leave(relay, removed)
@@ -148,7 +147,7 @@ class RelayWorker:
         listeners += [(number, each) for number, relays in self._closed.items() for each in relays]
         return [(number, each) for number, listener in listeners for each in listener.connections]
 
-    def _serve(self, order: wire.Serve) -> None:
+    def _serve(self, order: orders.Serve) -> None:
         relay = self._relays.get(order.relay)
         if relay is None:
             relay = self._relays[order.relay] = self._open(order)
@@ -160,7 +159,7 @@ class RelayWorker:
         if removed := relay.balancer.set_endpoints(order.endpoints, clients):
             self._leave(relay, removed)
 
-    def _open(self, order: wire.Serve) -> TcpListener | UdpRelay:
+    def _open(self, order: orders.Serve) -> TcpListener | UdpRelay:
         sock = listening_socket(order.udp, order.address, order.port)
         try:
             balancer = Balancer(random.shuffle)

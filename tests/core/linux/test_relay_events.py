@@ -4,7 +4,7 @@ import socket
 import time
 from functools import partial
 
-from kproxy_userspace.worker.events import READ, Events
+from kproxy_core.linux.relay.events import READ, Events
 
 
 def test_a_call_may_schedule_another_with_a_delay_of_its_own() -> None:

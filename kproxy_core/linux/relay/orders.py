@@ -1,18 +1,9 @@
-"""Messages between the proxy and its relay workers.
+"""The orders and questions to relay workers, and their answers. Pure."""
 
-Both ends run the same program on the same interpreter, so a message is a marshalled value after its length.
-"""
+from typing import NamedTuple
 
-import marshal
-import socket
-import struct
-from collections.abc import Iterable
-from typing import Any, NamedTuple
-
-from kproxy_userspace.names import Endpoint
-
-_LENGTH = struct.Struct("=I")
-_AT_ONCE = 1 << 16
+Endpoint = tuple[str, int]
+"""Address as text, and port: the argument of connect(2)."""
 
 Dialled = tuple[bytes | None, int, int]
 """Address, protocol and port of a `Frontend`, of the types that marshal accepts."""
@@ -87,36 +78,3 @@ class Close(NamedTuple):
 Order = Serve | Close
 Question = ReportCounts | Recall | ReportConnected | Reset
 Command = Order | Question
-_KINDS: tuple[type[Command], ...] = (Serve, Close, ReportCounts, Recall, ReportConnected, Reset)
-
-
-def send(sock: socket.socket, messages: Iterable[tuple[Any, ...]]) -> None:
-    """Send one message. Raises OSError."""
-    data = marshal.dumps([tuple(each) for each in messages])  # It accepts no subclass of tuple.
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(sock: socket.socket) -> list[Any]:
-    """Wait for one message. Raises OSError, which is a TimeoutError if the socket has a timeout."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    values: list[Any] = marshal.loads(_exactly(sock, length))
-    return values
-
-
-def _exactly(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        part = sock.recv(min(_AT_ONCE, size - len(data)))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return data
-
-
-def encoded(commands: Iterable[Command]) -> list[tuple[Any, ...]]:
-    """Return *commands* as the values that `as_commands` reads."""
-    return [(_KINDS.index(type(each)), *each) for each in commands]
-
-
-def as_commands(values: list[Any]) -> list[Command]:
-    return [_KINDS[kind](*fields) for kind, *fields in values]

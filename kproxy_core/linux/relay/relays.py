@@ -11,10 +11,10 @@ from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
-from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.balancer import Balancer
-from kproxy_userspace.worker.counts import MADE, RESET, Counter, Counts, FrontendCounts, failure_of
-from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE, Events
+from kproxy_core.linux.relay.balancer import Balancer
+from kproxy_core.linux.relay.counts import MADE, RESET, Counter, Counts, FrontendCounts, failure_of
+from kproxy_core.linux.relay.events import BROKEN, EDGE, READ, WRITE, Events
+from kproxy_core.linux.relay.orders import Endpoint
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that mean a shortage of file descriptors or memory."""
