@@ -26,6 +26,7 @@ from kproxy_core.app.explain import (
     parse_sender,
     parse_target,
     stale,
+    with_relay,
 )
 from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
@@ -229,7 +230,9 @@ def _kernel_sides(
     if not packets:
         return ()
     with reading(packets[0].question.node.family):
-        return instance.explain([case.question for case in packets], live=live)
+        sides = instance.explain([case.question for case in packets], live=live)
+    return None if sides is None else [
+        with_relay(case, side, instance.wants_relays) for case, side in zip(packets, sides, strict=True)]
 
 
 # The changes that other objects or another mode would make on this node: ``kproxy plan``.

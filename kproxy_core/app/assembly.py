@@ -73,6 +73,7 @@ from kproxy_core.observe.server import HttpServer
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.node_port_relays import NodePortRelays
 from kproxy_core.sync.observer import SyncObserver
 from kproxy_core.sync.resets import ConnectionResets, ResetResult
 
@@ -261,6 +262,12 @@ class _Proxy:
         self._sync_metrics = SyncMetrics(self._metrics.registry, config.mode, families, time.time)
         for name, enabled in config.feature_gates.items():
             self._metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
+        self._relays = NodePortRelays(
+            lambda service, problem: self._events.report_service(
+                "FailedToListenOnNodePort", service, problem),
+            lambda family, problem: self._health.report("node ports on localhost", family, problem),
+            lambda call: self._loop.post(call), self._post_later)
+        registry.synced = self._relays.follow
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
@@ -295,11 +302,17 @@ class _Proxy:
             mode_settings=self._mode_settings, mode_changed=self._mode_changed)
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [
-            *self._switch.instance.measure(), self._retiring.measure(), registry.calls.measure()])
+            *self._switch.instance.measure(), self._retiring.measure(), self._relays.measure(),
+            registry.calls.measure()])
         self._answers = cache(self._make_answers)
         self._overview = cache(self._make_overview)
         self._failures: list[str] = []
         self._restart_needed = False
+
+    def _post_later(self, seconds: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, self._loop.post, (call,))
+        timer.daemon = True
+        timer.start()
 
     def _make_answers(self) -> "Answers":
         from kproxy_core.app.answers import Answers  # a start needs none of what it imports
@@ -363,6 +376,7 @@ class _Proxy:
 
         Backends are closed last: the other parts measure them, read their counts and change modes.
         """
+        parts.callback(self._relays.close)
         parts.callback(lambda: self._switch.instance.close())
         parts.callback(self._retiring.close)
         if self._traffic is not None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from kproxy_core.app.errors import NoAnswer
-from kproxy_core.contract.values import Caveat, KernelSide, Question
+from kproxy_core.contract.values import Caveat, KernelObject, KernelSide, Question
 from kproxy_core.model.address import (
     Address,
     Family,
@@ -316,6 +316,27 @@ def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
         key=lambda name: (known[name].namespace != target.namespace, name))]
     hint = f"; near names: {', '.join(near[:5])}" if near else ""
     return f"no Service {target} with a ClusterIP is known here ({len(known)} are){hint}"
+
+
+# Node ports on loopback, which relays serve and no rule.
+
+def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Protocol], bool]) -> KernelSide:
+    """Return *side*, or what a relay of this process does with the packet. See `Backend.wants_relays`."""
+    packet, node = case.question.packet, case.question.node
+    is_left = side.fate is not None and side.fate.outcome is Outcome.UNTOUCHED
+    if not is_left or (packet.origin, packet.destination) != (Origin.NODE, node.family.loopback):
+        return side
+    plan = case.plans.owner(Frontend(None, packet.protocol, packet.port))
+    if plan is None or not (node.relays_node_ports and wants_relays(node.family, packet.protocol)):
+        return side
+    endpoints = plan.relayed_to
+    if not endpoints:
+        return side
+    where = format_socket(packet.destination, packet.port)
+    objects = [KernelObject("relay", f"{where} -> {format_socket(*endpoint)}") for endpoint in endpoints]
+    choices = tuple(EndpointShare(each, 1 / len(endpoints), masqueraded=True) for each in endpoints)
+    fate = Fate(Outcome.FORWARDED, "a relay serves node ports on loopback", choices)
+    return KernelSide(tuple(objects), fate, deviation="kproxy relays node ports on loopback")
 
 
 # The decision beside the kernel's: the same, or the differences in words.

@@ -28,8 +28,7 @@ FEATURE_GATES = {
     "ComponentStatusz": Gate(True, "BETA"),
     "ContextualLogging": Gate(True, "BETA", no_effect="log lines always have fields"),
     "KubeProxyIPVS": Gate(True, ""),
-    "KubeProxyNFTablesLocalhostNodePorts": Gate(
-        True, "BETA", no_effect="nodePortAddresses alone decides about loopback"),
+    "KubeProxyNFTablesLocalhostNodePorts": Gate(True, "BETA"),
     "LoggingAlphaOptions": Gate(False, "ALPHA"),
     "LoggingBetaOptions": Gate(True, "BETA", no_effect="the log has no beta options"),
     "MultiCIDRServiceAllocator": Gate(True, "", locked=True),
@@ -42,6 +41,8 @@ gates."""
 
 _GATES_OF_MODES = {"ipvs": "KubeProxyIPVS"}
 """By mode, the gate that must be on to serve in it."""
+_GATES_OF_RELAYS = {"nftables": "KubeProxyNFTablesLocalhostNodePorts"}
+"""By mode, the gate that must be on to have node ports relayed on loopback."""
 
 _STAGES = {"AllAlpha": "ALPHA", "AllBeta": "BETA"}
 """Gates that stand for all gates of a stage that are not named themselves."""
@@ -78,6 +79,11 @@ def missing_gate(mode: str, gates: Mapping[str, bool]) -> str:
     """Return the gate that *mode* needs and that is off by *gates*, those in effect; "" if none."""
     name = _GATES_OF_MODES.get(mode, "")
     return name if name and not gates[name] else ""
+
+
+def may_relay_node_ports(mode: str, gates: Mapping[str, bool]) -> bool:
+    """Return whether *gates*, those in effect, let *mode* have node ports relayed on loopback."""
+    return gates.get(_GATES_OF_RELAYS.get(mode, ""), True)
 
 
 def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]:

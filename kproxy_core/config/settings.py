@@ -14,6 +14,7 @@ from kproxy_core.config.check import (
     OUTSIDE_SECTIONS,
     field_at,
     gates_in_effect,
+    may_relay_node_ports,
     missing_gate,
     notices_about,
     problems_of,
@@ -236,6 +237,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def missing_gate(self) -> str:
         """The feature gate that the mode needs and that is off; "" if none."""
         return missing_gate(self.mode, self.feature_gates)
+
+    @property
+    def may_relay_node_ports(self) -> bool:
+        """No feature gate forbids the mode to have node ports relayed on loopback."""
+        return may_relay_node_ports(self.mode, self.feature_gates)
 
     @property
     def effect(self) -> "Config":

@@ -15,7 +15,7 @@ from kproxy_core.contract.values import (
     SyncReport,
     Update,
 )
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
@@ -64,6 +64,14 @@ class Backend(ABC):
         none.
         """
         return 0
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        """Return whether the core is to relay node ports on loopback: what this mode programs cannot.
+
+        Asked after each sync, about TCP and UDP, where `NodeView.relays_node_ports` is set. By default,
+        False: this backend serves them there itself, or not at all.
+        """
+        return False
 
     def render(self, update: Update) -> str | None:
         """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges.
@@ -165,6 +173,9 @@ class LayeredBackend(Backend):
 
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         return self.base.reset_connections(family, is_removed)
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return self.base.wants_relays(family, protocol)
 
     def render(self, update: Update) -> str | None:
         return self.base.render(update)

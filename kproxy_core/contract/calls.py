@@ -24,7 +24,7 @@ from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import BackendError, PluginFailed, one_line
 from kproxy_core.contract.values import Measurement
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
@@ -332,11 +332,12 @@ class BackendInstance:
 
     def __init__(
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend], hook: HookRelay,
-        calls: HookCalls,
+        calls: HookCalls, synced: Callable[["BackendInstance", values.Update], None],
     ) -> None:
         """*layers*: the backend of *mode*, and before it its base's, if it has one, by mode.
 
-        *hook* has the hooks of the plugin and of all observers.
+        *hook* has the hooks of the plugin and of all observers. *synced* is called after each sync that
+        succeeds.
         """
         self.mode = mode
         self.settings = settings
@@ -346,6 +347,7 @@ class BackendInstance:
         self._plugin = plugin_of_backend(mode)
         self._layers = [(plugin_of_backend(layer), type(backend)) for layer, backend in layers.items()]
         self._calls = calls
+        self._synced = synced
 
     def begin(self) -> bool:
         return bool(self._call("begin"))
@@ -357,6 +359,7 @@ class BackendInstance:
         called = called._replace(functions=[*called.functions, *self._functions("sync")])
         report = self._calls.guard(
             called, lambda: _checked(caller, caller(backend=self.backend, update=update)), problem_of=_lack)
+        self._synced(self, update)
         return cast(values.SyncReport, report)
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
@@ -368,6 +371,13 @@ class BackendInstance:
 
     def reset_connections(self, family: Family, is_removed: values.IsRemoved) -> int:
         return int(self._call("reset_connections", family, is_removed))
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        """Return False, too, if the backend fails."""
+        try:
+            return bool(self._call("wants_relays", family, protocol, may_raise=()))
+        except PluginFailed:
+            return False
 
     def render(self, update: values.Update) -> str | None:
         return cast(str | None, self._call("render", update))

@@ -11,11 +11,14 @@ def sorted_plans(update: Update) -> list[ServicePlan]:
     return [plan for _, plan in sorted(update.plans.items())]
 
 
-def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) -> Iterator[Caveat]:
+def of_node_ports(
+    update: Update, *, loopback: bool, any_local_address: bool, wants_relays: bool = False
+) -> Iterator[Caveat]:
     """Yield the addresses on which node ports are not served, by configuration or not.
 
     Yields nothing on a node without node ports. *loopback*: the mode now serves them on loopback.
-    *any_local_address*: it can serve them on local addresses that no interface has.
+    *any_local_address*: it can serve them on local addresses that no interface has. *wants_relays*: see
+    `Backend.wants_relays`.
     """
     plans = [plan for plan in sorted_plans(update) if plan.node_port]
     if not plans:
@@ -28,9 +31,22 @@ def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) ->
     if not (node.node_ports_anywhere and any_local_address):
         yield Caveat(f"{ports} are not served on local addresses that no interface has")
     if not loopback:
-        for plan in plans:
-            unserved = format_address(node.family.loopback)
-            yield Caveat(f"node port {plan.node_port} is not served on {unserved}", plan.key)
+        is_relayed = wants_relays and node.relays_node_ports
+        yield from filter(None, (of_loopback(plan, is_relayed=is_relayed) for plan in plans))
+        if is_relayed:
+            where = format_address(node.family.loopback)
+            yield Caveat(f"connections to node ports on {where} end with the kproxy process", lost=False)
+
+
+def of_loopback(plan: ServicePlan, *, is_relayed: bool) -> Caveat | None:
+    """Return the caveat of a node port that no rule serves on loopback; None: a relay does as rules would."""
+    where = format_address(plan.family.loopback)
+    if not is_relayed or plan.key.protocol is Protocol.SCTP:
+        return Caveat(f"node port {plan.node_port} is not served on {where}", plan.key)
+    if plan.external_policy_local:
+        return Caveat(f"node port {plan.node_port} reaches endpoints on this node only if dialled on {where}",
+                      plan.key, lost=bool(plan.cluster) and not plan.local)  # fmt: skip
+    return None
 
 
 def of_removed_endpoints(update: Update) -> Iterator[Caveat]:

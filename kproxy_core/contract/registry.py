@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,8 @@ class Registry:
         self.broken: list[BrokenPlugin] = []
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
+        self.synced: Callable[[BackendInstance, values.Update], None] = lambda instance, update: None
+        """Called after each sync that succeeds, of any backend."""
         self._blocked = frozenset(name for name, is_wanted in named.items() if not is_wanted)
         installed = list(installed_entry_points() if entry_points is None else entry_points)
         for entry in installed:
@@ -241,7 +243,8 @@ class Registry:
     def _instance(
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend]
     ) -> BackendInstance:
-        return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls)
+        return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls,
+                               lambda instance, update: self.synced(instance, update))
 
     def _make(self, mode: str, settings: values.BackendSettings, base: Backend | None) -> Backend:
         made: Backend | None = self._call(
@@ -265,12 +268,14 @@ class Registry:
 
         Raises UnknownMode, PluginRefused or PluginFailed.
         """
-        return tuple(
+        found: list[values.Caveat] = [
             caveat
             for layer in self.layers(mode)
             for answer in self._answers(layer, "kproxy_caveats", update=update, settings=settings)
             for caveat in answer
-        )
+        ]
+        replaced = {(caveat.replaces, caveat.service_port) for caveat in found if caveat.replaces}
+        return tuple(caveat for caveat in found if (caveat.what, caveat.service_port) not in replaced)
 
     def detect(
         self, mode: str, settings: values.BackendSettings, trial: values.Trial | None = None, *,

@@ -122,6 +122,8 @@ class Caveat(NamedTuple):
     """Traffic that another mode serves is not served, or a promise is broken. False: it only differs."""
     only_here: bool = False
     """Requested, and provided by no other mode: leaving this mode loses it."""
+    replaces: str = ""
+    """`what` of the base's caveat about the same service port that does not apply to this mode."""
 
 
 class BackendSettings(Struct, frozen=True):

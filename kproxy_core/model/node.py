@@ -65,6 +65,9 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """Every local address except loopback serves node ports, including those that no interface has."""
     node_ports_on_loopback: bool = False
     """Node ports are requested on loopback, too, by name or as one of all addresses."""
+    relays_node_ports: bool = False
+    """The core relays them there for a backend that asks (`Backend.wants_relays`): loopback is requested by
+    name (KEP-6032)."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
     """Networks of ClusterIPs; none contains another."""

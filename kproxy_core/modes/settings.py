@@ -125,6 +125,7 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
         name=name,
         local=_local(config),
         node_ports=node_ports,
+        may_relay=config.may_relay_node_ports,
         bind_address=config.bind_address if any(config.bind_address) else None,
         guess_address=default_source_address if config.kproxy.manifests else None,
         masquerade_all=config.masquerade_all,

@@ -81,6 +81,17 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
         known = set(self.cluster)
         return self.cluster + tuple(d for d in self.local if d not in known)
 
+    @property
+    def relayed_to(self) -> tuple[Destination, ...]:
+        """The endpoints to which the core relays the node port on loopback, where it does.
+
+        With the external traffic policy Local, these are on this node (KEP-6032); rules take such clients for
+        internal ones, who reach all.
+        """
+        if not self.node_port or self.key.protocol is Protocol.SCTP:
+            return ()
+        return self.local if self.external_policy_local else self.cluster
+
     def frontends(self) -> Iterator[Frontend]:
         protocol = self.key.protocol
         if self.cluster_ip is not None:
@@ -235,6 +246,12 @@ def select_node_port_addresses(
 def includes_loopback(wanted: NodePortAddresses, family: Family) -> bool:
     first = family.loopback_cidr.network
     return not wanted or any(first in n or is_loopback(n.network) for n in _networks(wanted, family))
+
+
+def names_loopback(wanted: NodePortAddresses, family: Family) -> bool:
+    """Return whether *wanted* includes loopback other than as one of all addresses."""
+    found = [network for network in _networks(wanted, family) if network.prefix]
+    return bool(found) and includes_loopback(tuple(found), family)
 
 
 def _networks(wanted: NodePortAddresses, family: Family) -> list[Cidr]:

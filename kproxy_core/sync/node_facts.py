@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 from kproxy_core.model.node import LocalSource, NodeObject, NodePortAddresses, NodeView
-from kproxy_core.plan.service_plan import includes_loopback, select_node_port_addresses
+from kproxy_core.plan.service_plan import includes_loopback, names_loopback, select_node_port_addresses
 
 log = logging.getLogger("kproxy.run")
 
@@ -18,6 +18,8 @@ class NodeSettings(Struct, frozen=True, kw_only=True):
     """Source of local traffic: an interface for both families, or networks, the first of each family.
     None: the pod networks of the Node object."""
     node_ports: NodePortAddresses = ()
+    may_relay: bool = True
+    """The core may relay node ports on loopback where `node_ports` names it."""
     bind_address: Address | None = None
     """Overrides the Node object's address of its family."""
     guess_address: Callable[[Family], Address | None] | None = None
@@ -71,6 +73,7 @@ class NodeFacts:
             node_port_addresses=node_ports.addresses,
             node_ports_anywhere=node_ports.anywhere,
             node_ports_on_loopback=includes_loopback(settings.node_ports, family),
+            relays_node_ports=settings.may_relay and names_loopback(settings.node_ports, family),
             node_ip=own,
             service_cidrs=tuple(cidr for cidr in self.service_cidrs if cidr.family is family),
             masquerade_all=settings.masquerade_all,

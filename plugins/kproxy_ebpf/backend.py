@@ -30,7 +30,7 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.conntrack import accounting_enabled
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_ebpf import names
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain
@@ -116,6 +116,11 @@ class EbpfBackend(LayeredBackend):
 
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         return self.base.reset_connections(family, is_removed) + reset_connections(family, is_removed)
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        """Return whether programs leave sockets to the rules: all of them, or connected ones of UDP."""
+        left = self._kernel is None or (protocol is Protocol.UDP and not self._settings.connected_udp)
+        return left and self.base.wants_relays(family, protocol)
 
     def render(self, update: Update) -> str:
         """Return the base's rules and this mode's, and the maps as comments."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kproxy_core.contract import BackendError, BackendSettings, Caveat, Detection, Requirement, Trial, Update
-from kproxy_core.contract.caveats import sorted_plans
+from kproxy_core.contract.caveats import of_loopback, sorted_plans
 from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
@@ -180,6 +180,9 @@ def caveats(update: Update, settings: Settings) -> Iterator[Caveat]:
                          plan.key, lost=False)  # fmt: skip
         if plan.node_port and update.node.node_ports_on_loopback:
             where = format_address(update.node.family.loopback)
+            of_rules = of_loopback(plan, is_relayed=update.node.relays_node_ports)
+            serves_all = plan.key.protocol is Protocol.TCP or settings.connected_udp
             yield Caveat(
-                f"node port {plan.node_port} is served on {where} to the node itself",
-                plan.key, lost=False, only_here=update.node.family is Family.IPV6)  # fmt: skip
+                f"node port {plan.node_port} is served on {where} to the node itself", plan.key, lost=False,
+                only_here=update.node.family is Family.IPV6 and not update.node.relays_node_ports,
+                replaces=of_rules.what if of_rules is not None and serves_all else "")  # fmt: skip

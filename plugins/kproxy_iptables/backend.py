@@ -20,7 +20,7 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
@@ -74,6 +74,9 @@ class IptablesBackend(Backend):
         if self._watcher is None:
             self._generation = read_generation()
         return report
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return family is Family.IPV6  # for which there is no route_localnet
 
     def render(self, update: Update) -> str:
         return render_text(update, self._settings)

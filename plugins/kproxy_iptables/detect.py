@@ -6,6 +6,7 @@ from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Upda
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import FeatureProbe, sysctl_finding
+from kproxy_core.model.address import Family
 from kproxy_iptables.settings import Settings, read_settings
 from kproxy_iptables.skeleton import serves_loopback
 from kproxy_xtables import requirements
@@ -58,7 +59,8 @@ _REMEMBERED = 100
 def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     loopback = serves_loopback(update.node, enabled=settings.localhost_node_ports)
     return (
-        *of_node_ports(update, loopback=loopback, any_local_address=True),
+        *of_node_ports(update, loopback=loopback, any_local_address=True,
+                       wants_relays=update.family is Family.IPV6),
         *of_unclaimed_ports(update),
         *of_removed_endpoints(update),
         *_affinity(update),

@@ -23,7 +23,7 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.family import FamilyState
@@ -98,6 +98,9 @@ class IpvsBackend(Backend):
                 return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return True
 
     def render(self, update: Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""

@@ -112,7 +112,7 @@ def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
     """Return the caveats of *update*: node ports at interface addresses only, affinity by persistence."""
     plans = sorted_plans(update)
     return (
-        *of_node_ports(update, loopback=False, any_local_address=False),
+        *of_node_ports(update, loopback=False, any_local_address=False, wants_relays=True),
         *of_removed_endpoints(update),
         *_of_all(plans, settings.scheduler),
         *(caveat for plan in plans for caveat in _of_service_port(plan)),

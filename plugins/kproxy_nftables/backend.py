@@ -20,7 +20,7 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux import process
 from kproxy_core.linux.nftables import CommitWatch
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 from kproxy_nftables.detect import FLOW_OFFLOAD, PERMISSION, can_own, lacking
@@ -93,6 +93,9 @@ class NftablesBackend(Backend):
         """Let kproxy's rules reset connections that bypass them by a flowtable."""
         self._states[family].have_flows_meet_rules()
         return 0
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return True
 
     def render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""

@@ -287,7 +287,9 @@ def _refusal(run: _Run, commands: Sequence[Command]) -> str:
 def caveats(update: Update) -> Sequence[Caveat]:
     """Return the node ports that this mode does not serve.
 
-    kube-proxy 1.36's nftables mode does not serve them on loopback either (KEP-3866).
+    On loopback relays serve them, as in kube-proxy from 1.37 on (KEP-6032), or nothing does.
     """
     return (
-        *of_node_ports(update, loopback=False, any_local_address=True), *of_removed_endpoints(update))
+        *of_node_ports(update, loopback=False, any_local_address=True, wants_relays=True),
+        *of_removed_endpoints(update),
+    )

@@ -6,7 +6,15 @@ from functools import cache
 
 from kproxy_core.contract import KernelObject, KernelSide, Question
 from kproxy_core.linux.relay.orders import Endpoint
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
+from kproxy_core.model.address import (
+    Address,
+    Family,
+    Protocol,
+    format_address,
+    format_socket,
+    is_loopback,
+    parse_address,
+)
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
 from kproxy_core.plan.service_plan import Frontend
@@ -74,7 +82,8 @@ def _as_is(
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
         return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
     side = _side(None if relay is None else relay.wanted, port, objects)
-    is_meant = _ends(side) == _ends(_as_written(question, settings, portals.bridged))
+    on_loopback = question.plan is None and is_loopback(packet.destination)
+    is_meant = on_loopback or _ends(side) == _ends(_as_written(question, settings, portals.bridged))
     remembered = None
     if relay is not None and relay.wanted.affinity_seconds:
         remembered = recall(format_address(packet.source)).get(relay.number)

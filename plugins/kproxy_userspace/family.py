@@ -203,7 +203,7 @@ class FamilyState:
         self._applied.acknowledge_relays(opened)
         portals = dict.fromkeys(changed, frozenset[Redirect]())
         for relay in opened:
-            portals[relay.name.key] |= frozenset(self._reserved_portals(relay, unserved))
+            portals[relay.name.key] |= frozenset(self._reserved_portals(relay, node, unserved))
         with self._writing:
             operations += self._rewrite(portals) if is_resync else self._change(portals)
             self._applied.acknowledge(portals)
@@ -240,11 +240,14 @@ class FamilyState:
         return Serve(relay.number, relay.service_port, want.protocol is Protocol.UDP, format_address(address),
                      relay.port, want.endpoints, want.affinity_seconds, frontend)  # fmt: skip
 
-    def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
+    def _reserved_portals(
+        self, relay: Relay, node: NodeView, unserved: dict[ServicePortKey, str]
+    ) -> Iterator[Redirect]:
         """Yield the portals of *relay* except those whose port another program has."""
         for portal in relay.wanted.portals:
+            on_loopback = node.relays_node_ports and portal.address in (None, self.family.loopback)
             try:
-                self._reservations.reserve(relay.name.key, portal.frontend)
+                self._reservations.reserve(relay.name.key, portal.frontend, beside_relays=on_loopback)
             except NoPort as error:
                 unserved[relay.name.key] = str(error)
             else:

@@ -141,7 +141,7 @@ def instance_of(backend: Backend, families: Sequence[Family]) -> BackendInstance
     manager.add_hookspecs(hooks)
     manager.register(CoreSync())
     settings = BackendSettings(tuple(families))
-    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls())
+    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls(), lambda *_: None)
 
 
 class Rig:

@@ -92,12 +92,13 @@ NAMES_A_BACKEND = frozenset(
         "config.settings", "config.check", "config.file", "config.flags",
         "testing.conformance.kernel_state", "testing.conformance.rendering", "testing.drivers.driver",
         "testing.suite.evidence", "testing.__main__", "cli.report", "cli.unit",
-        "linux.libnftables_child", "linux.libnftables",
+        "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
 reports read the rules that iptables' programs left in a kernel; libnftables is the name of a library, and
-nftables.service the unit of a distribution that loads its rules."""
+nftables.service the unit of a distribution that loads its rules; kube-proxy names its metrics of relays after
+the only mode that has any."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""

@@ -137,6 +137,8 @@ FROM_NODE = (
     Target("tcp", "10.96.0.10", 80),
     Target("tcp", "fd00:96::10", 80),
     Target("tcp", NODE, 30080),
+    Target("tcp", "127.0.0.1", 30080),
+    Target("tcp", "::1", 30080),
     Target("udp", "10.96.0.53", 53),
     Target("sendto", "10.96.0.53", 53),
     Target("tcp", "10.96.0.20", 80),
@@ -371,6 +373,7 @@ class Room:
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "clusterCIDR": ",".join(NETWORKS["cluster_net"]), "conntrack": {"maxPerCore": 0},
+            "nodePortAddresses": ["primary", "localhost"],
             "ipvs": {"udpTimeout": UDP_TIMEOUT},
             "kproxy": {
                 "stateDirectory": str(self.directory / "state"), "backendOptions": backends, **options,

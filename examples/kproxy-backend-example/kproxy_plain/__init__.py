@@ -9,6 +9,7 @@ from kproxy_core.contract import (
     Description,
     Detection,
     Leftovers,
+    Protocol,
     Requirement,
     Update,
     hookimpl,
@@ -51,7 +52,8 @@ def kproxy_caveats(update: Update) -> Sequence[Caveat]:
     for key, plan in update.plans.items():
         if plan.affinity_seconds:
             found.append(Caveat("session affinity is not kept", key))
-        if plan.node_port and update.node.node_ports_on_loopback:
+        is_relayed = update.node.relays_node_ports and key.protocol is not Protocol.SCTP
+        if plan.node_port and update.node.node_ports_on_loopback and not is_relayed:
             found.append(Caveat(f"node port {plan.node_port} is not served on localhost", key))
     return found
 

@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.contract import Backend, Family, Scope, ServicePortKey, SyncReport, TrustLost, Update
+from kproxy_core.contract import (
+    Backend,
+    Family,
+    Protocol,
+    Scope,
+    ServicePortKey,
+    SyncReport,
+    TrustLost,
+    Update,
+)
 from kproxy_plain.rules import Rules, base_rules, count_changes, service_rules, table_text, together
 from kproxy_plain.table import read_table, write_table
 
@@ -45,6 +54,10 @@ class PlainBackend(Backend):
             held.pop(key, None)
         held.update(parts)
         return SyncReport(count_changes(before, after))
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        """Have kproxy relay node ports on localhost: rules cannot serve them there."""
+        return True
 
     def render(self, update: Update) -> str:
         """Return the whole table in the syntax of ``nft -f``."""

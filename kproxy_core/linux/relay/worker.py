@@ -203,6 +203,10 @@ def listening_socket(udp: bool, address: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if not udp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address.startswith("127.") or address == "::1":
+            # With route_localnet, hosts on the link could reach it. Before Linux 5.7 this needs CAP_NET_RAW.
+            with suppress(PermissionError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
         sock.bind((address, port))
     except OSError:
         sock.close()

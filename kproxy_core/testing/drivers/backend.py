@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kproxy_core.modes.switch import start_backend
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.node_port_relays import NodePortRelays
 from kproxy_core.sync.resets import ConnectionResets, clean_up_resets
 from kproxy_core.testing.conformance.kernel_state import stop_translating, translate_addresses
 from kproxy_core.testing.drivers.driver import (
@@ -66,6 +67,9 @@ class BackendDriver(Driver):
         # One of each for all loops, because their threads do not end.
         self._cleaner = FlowCleaner(self._flows_cleaned)
         self._early = EarlyConnections(lambda family, deleted, seconds: None)
+        self._relays = NodePortRelays(
+            lambda service, problem: None, lambda family, problem: None, self._post, self._post_later)
+        self.registry.synced = self._relays.follow
         self._mode = ""
         self._instance: BackendInstance | None = None
         self._loop: Loop | None = None
@@ -120,6 +124,15 @@ class BackendDriver(Driver):
             loop.run()
         except Exception:  # noqa: BLE001 - whatever a backend raises is told where the scenario is played
             self._problem = traceback.format_exc()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.post(call)
+
+    def _post_later(self, seconds: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, self._post, (call,))
+        timer.daemon = True
+        timer.start()
 
     def _flows_cleaned(self, result: CleanupResult) -> None:
         if self._loop is not None:
@@ -201,6 +214,7 @@ class BackendDriver(Driver):
         loop.stop()
         self._thread.join()
         self._watch.close()
+        self._relays.close()
 
     def cleanup(self) -> None:
         with self.node.entered():

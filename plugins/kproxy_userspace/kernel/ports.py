@@ -16,10 +16,13 @@ class NoPort(Exception):
     """No port is available, for the reason in the message."""
 
 
-def bind_socket(family: Family, at: Frontend, *, shared: bool) -> socket.socket:
+def bind_socket(
+    family: Family, at: Frontend, *, shared: bool = False, joins: bool = False
+) -> socket.socket:
     """Return a socket that is bound to *at* but serves nothing: clients are refused.
 
-    If *shared*, it is bound beside the sockets of relay workers. Raises OSError.
+    If *shared*, relay workers may bind theirs beside it later; if it *joins*, they may have done so before.
+    Raises OSError.
     """
     udp = at.protocol is Protocol.UDP
     sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
@@ -28,6 +31,8 @@ def bind_socket(family: Family, at: Frontend, *, shared: bool) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if shared and not udp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if joins:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((_text(family, at.address), at.port))
         if shared:
             # Set before bind(), it would also admit a port that another relay or process shares. For
@@ -59,19 +64,22 @@ class Reservations:
         if held:
             self._held[key] = held
 
-    def reserve(self, key: ServicePortKey, frontend: Frontend) -> None:
-        """Reserve the port of *frontend* for a service port. Raises NoPort if another program has it."""
+    def reserve(self, key: ServicePortKey, frontend: Frontend, *, beside_relays: bool = False) -> None:
+        """Reserve the port of *frontend* for a service port. Raises NoPort if another program has it.
+
+        *beside_relays*: the core's relays may have it, for the mode that served before or that serves next.
+        """
         held = self._held.setdefault(key, {})
         if frontend not in held:
-            held[frontend] = self._bind(frontend)
+            held[frontend] = self._bind(frontend, joins=beside_relays)
 
     def release_all(self) -> None:
         for key in list(self._held):
             self.keep_only(key, ())
 
-    def _bind(self, frontend: Frontend) -> socket.socket | None:
+    def _bind(self, frontend: Frontend, *, joins: bool) -> socket.socket | None:
         try:
-            return bind_socket(self._family, frontend, shared=False)
+            return bind_socket(self._family, frontend, joins=joins)
         except OSError as error:
             # EADDRNOTAVAIL: another node's address, which no local program can bind. EACCES: a port below
             # 1024 without CAP_NET_BIND_SERVICE, which IPv6 reports for addresses of other nodes as well.

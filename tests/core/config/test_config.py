@@ -16,8 +16,9 @@ from kproxy_core.config.settings import (
 )
 from kproxy_core.contract.errors import Unsupported
 from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Description
 from kproxy_core.model.address import Family, parse_address, parse_cidr
-from kproxy_core.modes.settings import Configuration, serving_settings
+from kproxy_core.modes.settings import Configuration, node_settings, serving_settings
 from kproxy_core.testing.builders import cidrs
 from tests.core.golden import golden
 
@@ -280,9 +281,7 @@ def test_feature_gates() -> None:
     ("NFTablesNetlink: true, KubeProxyNFTablesLocalhostNodePorts: true, KubeProxyIPVS: true", []),
     ("NFTablesNetlink: false",
      ["featureGates.NFTablesNetlink has no effect: nftables rules are always written as netlink messages"]),
-    ("KubeProxyNFTablesLocalhostNodePorts: false",
-     ["featureGates.KubeProxyNFTablesLocalhostNodePorts has no effect: nodePortAddresses alone decides about "
-      "loopback"]),
+    ("KubeProxyNFTablesLocalhostNodePorts: false", []),
     ("KubeProxyIPVS: false", []),
     ("AllowServiceExternalIPs: false", []),
 ])  # fmt: skip
@@ -294,6 +293,20 @@ def test_gates_of_later_versions_are_known(gates: str, notices: list[str]) -> No
 def test_the_previous_version_of_each_version_is_taken(version: str) -> None:
     (notice,) = from_file(f"showHiddenMetricsForVersion: '{version}'\n").notices
     assert notice == "showHiddenMetricsForVersion has no effect: no metric is hidden"
+
+
+@pytest.mark.parametrize(("mode", "gates", "may"), [
+    ("nftables", "", True),
+    ("nftables", "KubeProxyNFTablesLocalhostNodePorts: false", False),
+    ("nftables", "AllBeta: false", False),
+    ("ipvs", "KubeProxyNFTablesLocalhostNodePorts: false", True),
+])
+def test_a_gate_has_the_nftables_mode_leave_node_ports_on_loopback_alone(
+    mode: str, gates: str, may: bool
+) -> None:
+    config = from_file(f"mode: {mode}\nnodePortAddresses: [localhost]\nfeatureGates: {{{gates}}}\n")
+    assert config.may_relay_node_ports is may
+    assert node_settings(config, Description(mode, "", (1, 0))).may_relay is may
 
 
 def test_a_mode_without_its_gate_may_have_leftovers_but_not_be_asked_for() -> None:

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from kproxy_core.config.settings import parse_node_port_addresses
 from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
 from kproxy_core.model.node import NodePortAddresses
-from kproxy_core.plan.service_plan import NodePortSelection, includes_loopback, select_node_port_addresses
+from kproxy_core.plan.service_plan import (
+    NodePortSelection,
+    includes_loopback,
+    names_loopback,
+    select_node_port_addresses,
+)
 from kproxy_core.testing.builders import addresses, cidrs
 
 HERE = addresses("127.0.0.1 ::1 172.19.0.2 172.18.0.2 172.18.0.10 fd00::2 fe80::1")
@@ -94,6 +99,24 @@ def test_loopback_is_for_modes_that_can_serve_it(
     choice: Choice, family: Family, included: bool
 ) -> None:
     assert includes_loopback(choice.wanted, family) is included
+
+
+@pytest.mark.parametrize(("choice", "families"), [
+    (EVERYWHERE, ()),
+    (mixture("all", ""), ()),
+    (mixture("primary all", ""), ()),
+    (within("0.0.0.0/0"), ()),
+    (mixture("primary", "127.0.0.1"), ()),
+    (within("126.0.0.0/8"), ()),
+    (mixture("localhost", ""), (Family.IPV4, Family.IPV6)),
+    (mixture("all localhost", ""), (Family.IPV4, Family.IPV6)),
+    (mixture("primary 127.0.0.1/32", ""), (Family.IPV4,)),
+    (mixture("0.0.0.0/0 ::1/128", ""), (Family.IPV6,)),
+    (within("126.0.0.0/7"), (Family.IPV4,)),
+])
+def test_relays_need_loopback_by_name(choice: Choice, families: tuple[Family, ...]) -> None:
+    """As in KEP-6032: all addresses of a node are no request for relays."""
+    assert tuple(family for family in Family if names_loopback(choice.wanted, family)) == families
 
 
 @pytest.mark.parametrize(("choice", "family", "problem"), [

@@ -114,6 +114,19 @@ def test_primary_beside_networks_adds_the_nodes_own_address(caplog: pytest.LogCa
     assert [record.getMessage() for record in caplog.records] == []
 
 
+@pytest.mark.parametrize(("may_relay", "node_ports", "relayed"), [
+    (True, "10.1.0.0/16 127.0.0.0/8", [True, False]),
+    (True, "127.0.0.0/8 ::1/128", [True, True]),
+    (True, "0.0.0.0/0 ::/0", [False, False]),
+    (False, "127.0.0.0/8 ::1/128", [False, False]),
+])
+def test_node_ports_are_relayed_where_loopback_is_named_and_no_gate_forbids_it(
+    may_relay: bool, node_ports: str, relayed: list[bool]
+) -> None:
+    known = facts(node_ports=cidrs(node_ports), may_relay=may_relay)
+    assert [known.view(family).relays_node_ports for family in Family] == relayed
+
+
 def test_loopback_alone_is_said_not_to_serve_other_machines(caplog: pytest.LogCaptureFixture) -> None:
     known = facts(node_ports=cidrs("127.0.0.0/8"))
     with caplog.at_level(logging.WARNING):

@@ -2,6 +2,9 @@
 
 import pytest
 
+from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import BackendSettings
+from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
@@ -48,3 +51,19 @@ def test_without_what_sockets_dialled_the_node_keeps_its_connections() -> None:
         NODE, plans(NODE, service(removed_endpoints="reset"), endpoint_slice("web", "10.244.2.1")))
     lost = [each.what for each in caveats(update, Settings("/pods", stores_peers=False)) if each.lost]
     assert lost == ["connections of the node itself to removed endpoints are not reset without getpeername"]
+
+
+NOT_SERVED = "node port 30080 is not served on 127.0.0.1"
+
+
+@pytest.mark.parametrize(("protocol", "connected_udp", "announced"), [
+    ("TCP", "rules", False), ("UDP", "destroy", False), ("UDP", "rules", True),
+])
+def test_what_the_rules_do_not_serve_on_loopback_is_announced_only_where_programs_leave_it(
+    protocol: str, connected_udp: str, announced: bool
+) -> None:
+    of = service("web", f"80/{protocol}@30080")
+    pieces = endpoint_slice("web", "10.244.2.1", ports=(f"8080/{protocol}",))
+    found = Registry().caveats("ebpf", full_update(ANYWHERE, plans(ANYWHERE, of, pieces)),
+                               BackendSettings((Family.IPV4,), options={"connectedUdp": connected_udp}))
+    assert (NOT_SERVED in [caveat.what for caveat in found]) is announced

@@ -1,6 +1,7 @@
 """Deviations that the iptables mode reports."""
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
@@ -23,8 +24,10 @@ def found(node: NodeView, of: Service, *endpoints: str, **options: object) -> li
     (EVERYWHERE, "10.96.0.1", False, "127.0.0.1"),
     (node_view(node_port_addresses="192.0.2.1"), "10.96.0.1", True, "127.0.0.1"),
     (node_view(family=Family.IPV6, anywhere=True), "fd00::1", True, "::1"),
-], ids=["served", "localhostNodePorts false", "not enabled", "IPv6"])  # fmt: skip
-def test_loopback_serves_ipv4_node_ports_if_enabled(
+    (replace(node_view(family=Family.IPV6), relays_node_ports=True), "fd00::1", False, ""),
+    (replace(node_view(), relays_node_ports=True), "10.96.0.1", False, "127.0.0.1"),
+], ids=["served", "localhostNodePorts false", "not enabled", "IPv6", "relayed", "not relayed"])  # fmt: skip
+def test_loopback_serves_ipv4_node_ports_if_enabled_and_those_of_ipv6_by_relays(
     node: NodeView, ip: str, localhost: bool, loopback: str
 ) -> None:
     caveats = found(node, service("shop/web", "80@30080", ip=ip), localhostNodePorts=localhost)

@@ -1,6 +1,7 @@
 """The caveats of the ipvs mode."""
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
@@ -34,6 +35,11 @@ def test_node_ports_are_served_at_interface_addresses_only() -> None:
         ("IPv4 node ports are not served on local addresses that no interface has", True),
         ("node port 30080 is not served on 127.0.0.1", True),
     ]
+
+
+def test_node_ports_are_served_on_loopback_where_it_is_named() -> None:
+    caveats = found(replace(NODE, relays_node_ports=True), service("shop/web", "80@30080"))
+    assert [caveat.what for caveat in caveats if caveat.service_port] == []
 
 
 @pytest.mark.parametrize(("of", "expected"), [

@@ -1,10 +1,13 @@
 """The caveats of the nftables mode."""
 
 import pytest
+from msgspec.structs import replace
 
+from kproxy_core.contract.values import Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
-from kproxy_core.testing.builders import full_update, node_view, plans, service
+from kproxy_core.model.service import Service
+from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_nftables.hooks import kproxy_caveats
 
 NO_INTERFACE = "node ports are not served on local addresses that no interface has"
@@ -48,3 +51,25 @@ def test_a_node_without_node_ports_has_no_caveats() -> None:
                          internal_local=True, load_balancer_ips="203.0.113.1", source_ranges="198.51.0.0/16")
     assert list(kproxy_caveats(full_update(node, plans(node, everything)))) == []
     assert list(kproxy_caveats(full_update(node, {}))) == []
+
+
+ENDS = Caveat("connections to node ports on 127.0.0.1 end with the kproxy process", lost=False)
+
+
+@pytest.mark.parametrize(("of", "endpoints", "expected"), [
+    (service("web", "80@30080"), "10.244.2.1", []),
+    (service("web", "53/UDP@30080"), "10.244.2.1", []),
+    (service("web", "80/SCTP@30080"), "10.244.2.1", [("node port 30080 is not served on 127.0.0.1", True)]),
+    (service("web", "80@30080", external_local=True), "10.244.2.1",
+     [("node port 30080 reaches endpoints on this node only if dialled on 127.0.0.1", True)]),
+    (service("web", "80@30080", external_local=True), "10.244.1.1@node1",
+     [("node port 30080 reaches endpoints on this node only if dialled on 127.0.0.1", False)]),
+])
+def test_relays_serve_loopback(of: Service, endpoints: str, expected: list[tuple[str, bool]]) -> None:
+    node = replace(node_view(anywhere=True), relays_node_ports=True)
+    address, _, on = endpoints.partition("@")
+    protocol = of.ports[0].protocol.name
+    pieces = endpoint_slice("web", endpoint(address, node=on), ports=(f"8080/{protocol}",))
+    found = kproxy_caveats(full_update(node, plans(node, of, pieces)))
+    assert [(caveat.what, caveat.lost) for caveat in found if caveat.service_port] == expected
+    assert [caveat for caveat in found if not caveat.service_port] == [ENDS]

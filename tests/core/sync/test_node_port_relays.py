@@ -1,0 +1,224 @@
+"""Node ports on loopback, relayed by a worker process."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from msgspec.structs import replace
+
+from kproxy_core.contract.values import Scope, Update
+from kproxy_core.linux.relay.orders import Serve, WorkerSettings
+from kproxy_core.linux.relay.pool import WorkerPool
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.sync.node_port_relays import NodePortRelays
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_core.testing.network.addresses import ADDRESSES
+from kproxy_core.testing.network.topology import Topology
+from tests.core.namespaces import Namespace, own_network
+
+__all__ = ["own_network"]
+
+NODE = replace(node_view(), relays_node_ports=True)
+UNASKED = node_view()
+PATIENCE = 20.0
+
+Plans = Mapping[ServicePortKey, ServicePlan]
+
+
+class Asking:
+    """A backend that wants node ports of *protocols* relayed."""
+
+    def __init__(self, *protocols: Protocol) -> None:
+        self._protocols = protocols
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return protocol in self._protocols
+
+
+BOTH = Asking(Protocol.TCP, Protocol.UDP)
+
+
+class Rig:
+    """Relays, and a loop that makes their calls when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.delayed: list[tuple[float, Callable[[], None]]] = []
+        self.events: list[tuple[ServiceName, str]] = []
+        self.shown: dict[Family, str] = {}
+        self.relays = NodePortRelays(
+            lambda service, problem: self.events.append((service, problem)), self.shown.__setitem__,
+            self.calls.put,
+            lambda seconds, call: self.delayed.append((seconds, call)))
+
+    def resync(self, of: Plans, node: NodeView = NODE, backend: Asking = BOTH) -> None:
+        self.relays.follow(backend, full_update(node, of))
+
+    def change(self, changed: Mapping[ServicePortKey, ServicePlan | None], of: Plans) -> None:
+        self.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, changed, of))
+
+    def make_delayed_calls(self) -> list[float]:
+        """Make the calls that are due later. Return their delays."""
+        due, self.delayed = self.delayed, []
+        for _, call in due:
+            call()
+        return [seconds for seconds, _ in due]
+
+    def metrics(self) -> dict[str, float]:
+        return {each.name.removeprefix("kubeproxy_nftables_localhost_nodeport_"): each.value
+                for each in self.relays.measure()}
+
+
+@pytest.fixture
+def rig(own_network: None) -> Iterator[Rig]:
+    made = Rig()
+    with closing(made.relays):
+        yield made
+
+
+@contextmanager
+def answering(name: str) -> Iterator[str]:
+    """Yield the port of an endpoint that sends its *name*."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as client:
+                        client.sendall(name.encode())
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield str(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def web(port: str, name: str = "web", node_port: int = 30080) -> dict[ServicePortKey, ServicePlan]:
+    return plans(NODE, service(name, f"80@{node_port}"), endpoint_slice(name, "127.0.0.1", ports=(port,)))
+
+
+def reached(port: int = 30080) -> str:
+    """Return the name of the endpoint that answers on loopback; "" if none does."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
+            return connection.recv(100).decode()
+    except ConnectionRefusedError:
+        return ""
+
+
+def children() -> set[int]:
+    """Return the child processes of this one."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir()
+            for pid in (task / "children").read_text().split()}
+
+
+def test_a_process_runs_only_while_a_node_port_is_relayed(rig: Rig) -> None:
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a), node=UNASKED)
+        rig.resync(web(a), backend=Asking())
+        rig.resync(plans(NODE, service("web", "80"), endpoint_slice("web", "127.0.0.1", ports=(a,))))
+        rig.resync(plans(NODE, service("web", "80/SCTP@30080"), endpoint_slice(
+            "web", "127.0.0.1", ports=(f"{a}/SCTP",))))
+        rig.resync(plans(NODE, service("web", "80@30080")))
+        assert (children(), reached(), rig.metrics().get("listeners")) == (before, "", 0)
+        rig.resync(web(a))
+        assert len(children() - before) == 1
+        assert (reached(), rig.metrics()["listeners"]) == ("a", 1)
+        rig.change(dict.fromkeys(web(a)), {})
+        assert reached() == ""
+        rig.make_delayed_calls()
+        assert children() == before
+
+
+def test_an_endpoint_that_is_replaced_is_not_dialled_any_more(rig: Rig) -> None:
+    with answering("a") as a, answering("b") as b:
+        rig.resync(web(a))
+        rig.change(web(b), web(b))
+        assert {reached() for _ in range(4)} == {"b"}
+
+
+def test_a_node_port_may_move_to_another_service(rig: Rig) -> None:
+    with answering("a") as a, answering("b") as b:
+        rig.resync(web(a))
+        after = {**web(b, "other"), **web(a, node_port=30081)}
+        rig.change(after, after)
+        assert (reached(), reached(30081)) == ("b", "a")
+        assert rig.events == []
+
+
+def test_a_port_of_another_process_is_reported_counted_and_taken_once_it_is_free(rig: Rig) -> None:
+    with answering("a") as a:
+        with socket.create_server(("127.0.0.1", 30080)):
+            rig.resync({**web(a), **web(a, "other", 30081)})
+            problem = "default/web is not served on 127.0.0.1:30080: [Errno 98] Address already in use"
+            assert [(str(name), said) for name, said in rig.events] == [("default/web", problem)]
+            assert rig.shown == {Family.IPV4: problem, Family.IPV6: ""}
+            assert reached(30081) == "a"
+            assert rig.metrics() == {"listeners": 1, "listener_creation_failures_total": 1}
+            assert rig.make_delayed_calls() == [1]
+            assert rig.metrics() == {"listeners": 1, "listener_creation_failures_total": 2}
+        assert rig.make_delayed_calls() == [2]
+        assert reached() == "a"
+        assert (rig.shown[Family.IPV4], rig.metrics()["listeners"], rig.delayed) == ("", 2, [])
+
+
+def test_a_process_that_exits_is_replaced(rig: Rig) -> None:
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a))
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGKILL)
+        rig.calls.get(timeout=PATIENCE)()
+        assert children() - before - {pid}
+        assert reached() == "a"
+
+
+def test_the_mode_that_serves_next_need_not_want_relays(rig: Rig) -> None:
+    with answering("a") as a:
+        rig.resync(web(a))
+        rig.resync(web(a), backend=Asking(Protocol.UDP))
+        assert (reached(), rig.metrics()["listeners"]) == ("", 0)
+        rig.resync(web(a))
+        assert reached() == "a"
+
+
+def test_hosts_on_the_link_reach_no_relay_on_loopback() -> None:
+    hosts: dict[str, Namespace] = {}
+
+    def make(name: str, *_: object) -> Namespace:
+        hosts[name] = Namespace(name)
+        return hosts[name]
+
+    with closing(Topology(make=make)):
+        node, client = hosts["node"], hosts["client"]
+        # A mode that has served before may have left this behind.
+        node.run("sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
+        client.ip("address del 127.0.0.1/8 dev lo", f"route add 127.0.0.0/8 via {ADDRESSES['node'][0]}")
+        client.run("sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
+
+        def dial() -> str:
+            try:
+                with socket.create_connection(("127.0.0.1", 30080), 1):
+                    return "connected"
+            except OSError as error:
+                return type(error).__name__
+
+        def serve(pool: WorkerPool, address: str) -> None:
+            pool.serve({1: Serve(1, 1, False, address, 30080, (("127.0.0.1", 9000),), 0)})
+
+        with closing(node.inside(lambda: socket.create_server(("127.0.0.1", 9000)))):
+            for address, outcome in (("0.0.0.0", "connected"), ("127.0.0.1", "ConnectionRefusedError")):
+                with closing(WorkerPool(1, WorkerSettings(1.0, -1.0, 60.0))) as pool:
+                    node.inside(partial(serve, pool, address))
+                    assert client.inside(dial) == outcome
