@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kproxy_core.contract import (
     Backend,
@@ -13,6 +14,7 @@ from kproxy_core.contract import (
     Measurement,
     Preview,
     Question,
+    SyncFailed,
     SyncReport,
     Unsupported,
     Update,
@@ -26,7 +28,7 @@ from kproxy_nft import counting
 from kproxy_nftables.detect import FLOW_OFFLOAD, PERMISSION, can_own, lacking
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import REFUSED
+from kproxy_nftables.names import NODE_PORTS, NOT_RELAYED, REFUSED
 from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import Watcher
 
@@ -40,6 +42,14 @@ def connections(family: Family) -> list[Connections]:
             one for container in (counting.CONNECTIONS, REFUSED)
             for one in counting.connections(family, kernel.counters(family, container).items())
         ]
+
+
+def not_relayed(family: Family) -> int:
+    """Return the packets counted to SCTP node ports on loopback. Raises BackendError."""
+    with Kernel() as kernel:
+        counts = kernel.counters(family, NOT_RELAYED)
+        return sum(number for key, number in counts.items()
+                   if kernel.holds(family, NODE_PORTS, key[family.size:]))
 
 
 # The nftables mode: one table for each IP family.
@@ -145,14 +155,20 @@ class NftablesBackend(Backend):
         return True
 
     def measure(self) -> list[Measurement]:
-        return [
-            Measurement(
+        found = []
+        for family, state in self._states.items():
+            labels = {"ip_family": family.label}
+            found.append(Measurement(
                 "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
                 "Failures to delete unreferenced chains, maps and sets", "counter",
-                state.cleanup_failures, {"ip_family": family.label},
-            )
-            for family, state in self._states.items()
-        ]  # fmt: skip
+                state.cleanup_failures, labels))
+            with suppress(SyncFailed):
+                if state.is_relayed:
+                    found.append(Measurement(
+                        "kubeproxy_nftables_localhost_nodeport_rejected_packets_total",
+                        "Packets to node ports on loopback that are not relayed", "counter",
+                        not_relayed(family), {**labels, "protocol": Protocol.SCTP.name}))
+        return found
 
     def close(self) -> None:
         if self._watch is not None:

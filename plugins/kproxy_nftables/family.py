@@ -65,6 +65,11 @@ class FamilyState:
         self.cleanup_failures = 0
         """Failed attempts to delete unreferenced objects."""
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether node ports are relayed on loopback, where rules count what is not. From any thread."""
+        return self._node is not None and self._node.relays_node_ports
+
     def must_resync(self, _node: NodeView) -> bool:
         """Return True before the first successful resync, and after a failed one.
 

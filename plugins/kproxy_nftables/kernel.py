@@ -174,6 +174,14 @@ class Kernel:
                 return value
         raise KeyError(key)
 
+    def holds(self, family: Family, container: str, key: bytes) -> bool:
+        """Return whether a map has an element."""
+        try:
+            self.element(family, container, key)
+        except KeyError:
+            return False
+        return True
+
     def has_table(self, family: Family, table: str) -> bool:
         """Return whether *table* exists; False in a kernel without nf_tables. Raises SyncFailed."""
         try:

@@ -51,12 +51,13 @@ NODE_PORT_MAPS = FrontendMaps(
     STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,
 )  # fmt: skip
 
-# Sets. Rules fill the last one while traffic is counted.
+# Sets. Rules fill the last two: while traffic is counted, and while node ports are relayed on loopback.
 CLUSTER_IPS = "cluster-ips"
 NODE_IPS = "node-ips"
 HAIRPINS = "hairpins"
 SERVICE_CIDRS = "service-cidrs"
 REFUSED = "refused"
+NOT_RELAYED = "not-relayed"
 
 FLOWTABLE = "flows"
 OFFLOADING = "flow-offload"

@@ -78,6 +78,9 @@ _FLOWTABLE_HOOK = Hook("filter", "forward", 300)
 
 _RECORD = "record"
 
+_YEAR = 365 * 24 * 3600
+"""Seconds: a set that rules fill needs a timeout, and a count that ends falls."""
+
 
 class Extras(NamedTuple):
     """Optional rules."""
@@ -115,6 +118,9 @@ def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
     found: list[Object] = _containers(node)
     if extras.counted:
         found += [counting.set_of_connections(family), counting.counting_set(family, names.REFUSED)]
+    if node.relays_node_ports:
+        found.append(Container(
+            names.NOT_RELAYED, (ADDRESS[family], PROTOCOL, PORT), dynamic=True, timeout=_YEAR, size=1 << 16))
     found += _chains(node, counted=extras.counted)
     return [*found, *offloading(extras)]
 
@@ -164,9 +170,11 @@ def service_cidrs(node: NodeView) -> nft_tables.Container:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    return (one.local_source, one.masquerade_all, one.masquerade_bit, one.node_ports_anywhere) != (
-        other.local_source, other.masquerade_all, other.masquerade_bit, other.node_ports_anywhere
-    )  # fmt: skip
+    def of(node: NodeView) -> tuple[object, ...]:
+        return (node.local_source, node.masquerade_all, node.masquerade_bit, node.node_ports_anywhere,
+                node.relays_node_ports)
+
+    return of(one) != of(other)
 
 
 def _containers(node: NodeView) -> list[Object]:
@@ -215,6 +223,9 @@ def _chains(node: NodeView, *, counted: bool) -> list[Chain]:
     count_refusal: tuple[Rule, ...] = ((count(names.REFUSED, frontend),),) if counted else ()
     to_count: tuple[Rule, ...] = ((ct_status("dnat"), jump("count")),) if counted else ()
     unserved = "refuse-unserved" if counted else names.REJECT
+    # Relays serve no SCTP. The kernel refuses what no socket takes.
+    not_relayed = (equals(daddr, loopback), equals(L4_PROTOCOL, Protocol.SCTP),
+                   count(names.NOT_RELAYED, frontend))
     rules: dict[str, tuple[Rule, ...]] = {}
     if counted:
         rules["count"] = counting.count_rules(family)
@@ -238,7 +249,7 @@ def _chains(node: NodeView, *, counted: bool) -> list[Chain]:
         "nat-output": ((jump("services"),),),
         "nat-postrouting": (*to_count, (jump("masquerading"),)),
         "filter-forward": (check,),
-        "filter-output": (check,),
+        "filter-output": (check, not_relayed) if node.relays_node_ports else (check,),
     }
     places = _BASE_CHAINS
     if counted:

@@ -300,7 +300,7 @@ _HANDLERS: dict[str, _Handler] = {
     rf"ct original .*vmap @(?P<map>{_NAME})": lambda walk, shown, found: False,
     rf"ct original .*@{names.NODE_IPS}": lambda walk, shown, found: False,
     r'counter name "[^"]*"': lambda walk, shown, found: True,
-    rf"update @({CONNECTIONS}|{names.REFUSED}) \{{.*\}}": lambda walk, shown, found: True,
+    rf"update @({CONNECTIONS}|{names.REFUSED}|{names.NOT_RELAYED}) \{{.*\}}": lambda walk, shown, found: True,
     rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})": _Walk._verdict_map,
     r"fib daddr type local": lambda walk, shown, found: walk._is_local(walk._packet.destination),
     r"fib saddr type local": lambda walk, shown, found: walk._packet.origin is Origin.NODE,

@@ -1,6 +1,8 @@
 """The backend with the real nf_tables of an empty network namespace."""
 
 import re
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from msgspec.structs import replace
 
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
@@ -603,3 +606,20 @@ def test_objects_with_names_that_nft_cannot_write_are_deleted_and_never_written_
         resync(backend, {})
         assert (held := kernel.held(Family.IPV4, ())) is not None
         assert hostile not in held.chains
+
+
+def test_packets_to_node_ports_that_no_relay_takes_are_counted(backend: NftablesBackend) -> None:
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    of = service("web", "80@30080", "sctp:90/SCTP@30090", ip="10.96.0.1 fd00:96::1")
+    for family, to in ((Family.IPV4, "127.0.0.1"), (Family.IPV6, "::1")):
+        node = replace(NODES[family], relays_node_ports=True)
+        resync(backend, plans(node, of), NODES[family])
+        assert "not-relayed" not in nft(f"list table {family.ip} kproxy")
+        change(backend, {}, node)
+        assert resync(backend, plans(node, of), node).operations == 0
+        for port in (30090, 30090, 30080, 9):
+            with socket.socket(family.af, socket.SOCK_RAW, Protocol.SCTP) as raw:
+                raw.sendto(struct.pack("!HHII", 40000, port, 0, 0), (to, 0))
+    counted = {m.labels["ip_family"]: (m.labels.get("protocol"), m.value) for m in backend.measure()
+               if m.name == "kubeproxy_nftables_localhost_nodeport_rejected_packets_total"}
+    assert counted == {"IPv4": ("SCTP", 2), "IPv6": ("SCTP", 2)}
