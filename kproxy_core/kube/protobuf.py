@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, timedelta
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.descriptor_pb2 import (
@@ -18,7 +18,15 @@ from google.protobuf.message_factory import GetMessageClass
 from msgspec import UNSET
 
 from kproxy_core.kube import decode, wire
-from kproxy_core.kube.reading import FieldError, Reading, read_endpoints, shown
+from kproxy_core.kube.reading import (
+    MAX_ENDPOINTS,
+    SPECIAL_FIRST_BYTES,
+    FieldError,
+    Reading,
+    read_endpoints,
+    shown,
+)
+from kproxy_core.model.address import parse_address
 from kproxy_core.model.service import Endpoint
 
 T = TypeVar("T")
@@ -29,6 +37,9 @@ MAGIC = b"k8s\x00"
 """First bytes of every answer."""
 
 _INVALID = "is not a valid protobuf message"
+_THREE_BYTES = 1 << 14
+"""The least size whose encoding takes three bytes."""
+_new = tuple.__new__
 _PACKAGE = "kproxy"
 
 _MESSAGES = {
@@ -172,8 +183,11 @@ def _service_annotations(given: Any) -> wire.ServiceAnnotations:
         hash_by=given.get("kproxy.dev/hash"))
 
 
-def to_slice(message: Any) -> wire.EndpointSlice:
-    meta = message.metadata
+def to_slice(message: Any, read: Callable[[bytes], wire.Endpoint | Endpoint]) -> wire.EndpointSlice:
+    """*read* reads an endpoint."""
+    meta, endpoints = message.metadata, message.endpoints
+    if len(endpoints) > MAX_ENDPOINTS:
+        read = _no_endpoint  # the reader of the slice refuses so many
     labels, annotations = meta.labels, meta.annotations
     return wire.EndpointSlice(
         wire.SliceMeta(
@@ -186,7 +200,7 @@ def to_slice(message: Any) -> wire.EndpointSlice:
                 weight=annotations.get("kproxy.dev/weight"),
                 cilium_weight=annotations.get("service.cilium.io/weight"))),
         message.address_type,
-        cast("list[wire.Endpoint]", [_endpoint(raw) for raw in message.endpoints]),
+        cast("list[wire.Endpoint]", [read(raw) for raw in endpoints]),
         [_slice_port(port) for port in message.ports])
 
 
@@ -250,15 +264,53 @@ def type_meta(raw: bytes) -> tuple[str, str]:
     return message.kind, message.api_version
 
 
-@_shared(512, 4096)
-def _endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
-    """Read an endpoint. In a slice that changes, nearly all are as they were before."""
-    message = _parse_endpoint(raw)
-    hints = message.hints
-    found = wire.Endpoint(message.addresses, _conditions(message.conditions), message.node_name,
-                          _hints(hints) if hints else None)
+def read_endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
+    """Read an endpoint. Raises DecodeError.
+
+    API servers write its address, its conditions and its pod, which no other endpoint has, and then its node
+    and its hints, which thousands share: those are read once. An endpoint that is written in another way, or
+    has an address that the reader of the slice must see, is parsed as a whole.
+    """
+    try:
+        conditions = raw[1] + 2
+        pod = raw[conditions + 1] + conditions + 2
+        size = raw[pod + 1]
+        node = pod + 2 + size if size < 128 else pod + 3 + (size & 127 | raw[pod + 2] << 7)
+        if (raw[0] == 0x0a and raw[conditions] == 0x12 and raw[pod] == 0x22 and conditions < 64 and pod < 128
+                and node <= len(raw) < _THREE_BYTES):
+            address = parse_address(raw[2:conditions].decode())
+            if address[0] not in SPECIAL_FIRST_BYTES:
+                return _new(Endpoint, (address, *_after_address(raw[conditions:pod] + raw[node:])))
+    except (DecodeError, IndexError, ValueError):
+        pass
+    found = any_endpoint(raw)
     (read,) = read_endpoints((found,))
     return read or found  # which the reader of the slice reports
+
+
+def _no_endpoint(_: bytes) -> wire.Endpoint:
+    return wire.Endpoint()
+
+
+def any_endpoint(raw: bytes) -> wire.Endpoint:
+    """Parse an endpoint as a whole. Raises DecodeError."""
+    message = _parse_endpoint(raw)
+    hints = message.hints
+    return wire.Endpoint(message.addresses, _conditions(message.conditions), message.node_name,
+                         _hints(hints) if hints else None)
+
+
+@_shared(256, 8192)
+def _after_address(raw: bytes) -> tuple[object, ...]:
+    """Return the fields of an `Endpoint` after its address, from one without. Raises DecodeError."""
+    found = any_endpoint(raw)
+    (read,) = read_endpoints([wire.Endpoint(["192.0.2.1"], found.conditions, found.node_name, found.hints)])
+    assert read is not None
+    return read[1:]
+
+
+_same_endpoint = _shared(512, 4096)(read_endpoint)
+"""As `read_endpoint`, for a slice that has changed: nearly all of its endpoints are as they were."""
 
 
 @_shared(256, 1024)
@@ -296,10 +348,12 @@ def _slice_port(raw: bytes) -> wire.SlicePort:
 
 
 _CONVERT: dict[str, Callable[[Any], Any]] = {
-    "Service": to_service, "EndpointSlice": to_slice, "Node": to_node,
+    "Service": to_service, "EndpointSlice": partial(to_slice, read=read_endpoint), "Node": to_node,
     "ServiceCIDR": to_service_cidr,
 }
 """The kinds that an API server is asked for."""
+
+_CONVERT_CHANGED = _CONVERT | {"EndpointSlice": partial(to_slice, read=_same_endpoint)}
 
 
 class ProtobufDecoder(Generic[W, V]):
@@ -313,13 +367,15 @@ class ProtobufDecoder(Generic[W, V]):
     def __init__(self, resource: decode.Resource[W, V]) -> None:
         self._resource = resource
         self._convert: Callable[[Any], W] = _CONVERT[resource.kind]
+        self._convert_changed: Callable[[Any], W] = _CONVERT_CHANGED[resource.kind]
         self._parse = parser(resource.kind)
 
     def page(self, data: bytes) -> decode.Page[V]:
+        kind = f"{self._resource.kind}List"
         try:
-            page = parser("List")(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
+            page = parser("List")(_opened(data, kind, self._resource.api_version))
         except DecodeError as error:
-            raise decode.Malformed(_INVALID) from error
+            raise decode.Malformed(f"a {kind} that {_INVALID}") from error
         meta = page.metadata
         readings = [self._reading(item) for item in page.items]
         return decode.Page(meta.resource_version, meta.next_page, readings)
@@ -336,12 +392,13 @@ class ProtobufDecoder(Generic[W, V]):
             if len(raw) <= decode.MAX_OBJECT_BYTES:
                 with suppress(DecodeError):
                     found = self._parse(raw)
-                    reading = self._resource.read(self._convert(found))
+                    convert = self._convert_changed if kind == "MODIFIED" else self._convert
+                    reading = self._resource.read(convert(found))
                     return decode.WatchEvent(kind, found.metadata.resource_version, reading)
             version = parser("Versioned")(raw).metadata.resource_version
             return decode.WatchEvent(kind, version, self._reading(raw))
         except DecodeError as error:
-            raise decode.Malformed(_INVALID) from error
+            raise decode.Malformed(f"an event of a {self._resource.kind} that {_INVALID}") from error
 
     def _reading(self, raw: bytes) -> Reading[V]:
         if len(raw) > decode.MAX_OBJECT_BYTES:
@@ -366,7 +423,7 @@ def read_status(data: bytes) -> decode.Status:
     try:
         status = parser("Status")(_opened(data, "Status", "v1"))
     except DecodeError as error:
-        raise decode.Malformed(_INVALID) from error
+        raise decode.Malformed(f"a Status that {_INVALID}") from error
     return decode.Status(status.code, status.reason, status.message,
                   decode.StatusDetails(status.details.retry_after_seconds))
 
@@ -374,12 +431,12 @@ def read_status(data: bytes) -> decode.Status:
 def _opened(data: bytes, kind: str, api_version: str) -> bytes:
     """Return the bytes of the object in an envelope. Raises Malformed, DecodeError."""
     if not data.startswith(MAGIC):
-        raise decode.Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
+        raise decode.Malformed(f"a {kind} that does not begin with the magic bytes of Kubernetes' protobuf")
     envelope = parser("Unknown")(memoryview(data)[len(MAGIC):])
     found = type_meta(envelope.type_meta)
     if found != (kind, api_version):
         raise decode.Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")
     if envelope.content_encoding:
-        raise decode.Malformed("an encoded object, which is not supported")
+        raise decode.Malformed(f"a {kind} in another encoding, which is not supported")
     raw: bytes = envelope.raw
     return raw

@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -73,14 +74,21 @@ class TooSlow(TimeoutError):
 def accept_header(configured: str) -> str | None:
     """Return the Accept header for *configured*, content types separated by commas, the preferred one first.
 
-    None: it names neither JSON nor protobuf.
+    None: it names neither JSON nor protobuf, or only protobuf and its package is not installed.
     """
     for name in configured.split(","):
-        if is_protobuf(name):
+        if is_protobuf(name) and _can_read_protobuf():
             return PROTOBUF_OR_JSON
         if _media_type(name) == JSON:
             return JSON
     return None
+
+
+def _can_read_protobuf() -> bool:
+    try:
+        return find_spec("google.protobuf") is not None
+    except ImportError:
+        return False
 
 
 def without_managed_fields(accept: str) -> str:

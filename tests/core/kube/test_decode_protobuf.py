@@ -1,5 +1,6 @@
 """Lists and watch events in protobuf, the frames of a watch, and that no bytes make decoding raise."""
 
+import sys
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -85,6 +86,18 @@ def test_one_bad_object_does_not_affect_its_page() -> None:
         "cut envelope", "compressed"])
 def test_data_that_is_no_page_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
+        DECODER.page(data)
+
+
+@pytest.mark.parametrize(("data", "problem"), [
+    (envelope("ServiceList", "v1", CUT), "a ServiceList that is not a valid protobuf message"),
+    (b'{"items": []}', "a ServiceList that does not begin with the magic bytes of Kubernetes' protobuf"),
+    (encode_list("Node", {}, []), "v1 NodeList instead of v1 ServiceList"),
+    (envelope("ServiceList", "v1", b"") + b"\x1a\x04gzip",
+     "a ServiceList in another encoding, which is not supported"),
+], ids=["cut", "json", "other kind", "compressed"])
+def test_a_refusal_names_the_kind(data: bytes, problem: str) -> None:
+    with pytest.raises(Malformed, match=f"^{problem}$"):
         DECODER.page(data)
 
 
@@ -203,6 +216,12 @@ def test_a_frame_of_a_huge_length_holds_nothing() -> None:
 ])
 def test_the_first_type_that_is_known_is_asked_for(configured: str, accept: str | None) -> None:
     assert accept_header(configured) == accept
+
+
+def test_json_is_asked_for_where_the_package_for_protobuf_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    assert accept_header("application/vnd.kubernetes.protobuf") is None
+    assert accept_header("application/vnd.kubernetes.protobuf, application/json") == JSON
 
 
 def test_each_type_is_asked_for_without_managed_fields_first() -> None:
