@@ -154,10 +154,11 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", observe
     from kproxy_core.kube.transport import JSON, accept_header
 
     client = config.client
-    accept = accept_header(client.accept_content_types or JSON)
+    configured = client.accept_content_types or client.content_type
+    accept = accept_header(configured)
     if accept is None:
-        log.info("unknown content type in clientConnection, requesting JSON",
-                 extra={"fields": {"configured": client.accept_content_types}})
+        log.info("no known content type in clientConnection, requesting JSON",
+                 extra={"fields": {"configured": configured}})
     try:
         return KubernetesSource(access, node_name, accept=accept or JSON, qps=client.qps, burst=client.burst,
                                 observe=observe)

@@ -119,7 +119,8 @@ PROCESS = (
     Flag("master", "URL", "URL of the API server. Overrides the one in the kubeconfig.", beside_a_file=True),
     Flag("kubeconfig", "FILE", "Kubeconfig file with the address of the API server and the credentials for "
          "it. Without one, a pod uses its service account.", ("clientConnection.kubeconfig",)),
-    Flag("kube-api-content-type", "TYPE", fields=("clientConnection.contentType",)),
+    Flag("kube-api-content-type", "TYPE", "Content type to ask the API server for: application/json, or "
+         "application/vnd.kubernetes.protobuf, which is the default.", ("clientConnection.contentType",)),
     Flag("kube-api-qps", "N", "Sustained rate of requests to the API server, in requests per second. A "
          "negative rate sets no limit.", ("clientConnection.qps",), default="5"),
     Flag("kube-api-burst", "N", "Number of requests to the API server that may be sent at once, above "
@@ -210,8 +211,8 @@ GROUPS = {
         "conntrack-tcp-timeout-close-wait", "conntrack-tcp-be-liberal", "conntrack-udp-timeout",
         "conntrack-udp-timeout-stream"),
     "kube-proxy options: process and API server": (
-        "healthz-bind-address", "metrics-bind-address", "bind-address-hard-fail", "kube-api-qps",
-        "kube-api-burst", "oom-score-adj", "init-only", "logging-format"),
+        "healthz-bind-address", "metrics-bind-address", "bind-address-hard-fail", "kube-api-content-type",
+        "kube-api-qps", "kube-api-burst", "oom-score-adj", "init-only", "logging-format"),
     "kproxy options": ("mode-fallback", "exclusive", "plugin", "userspace-listen"),
     "Debugging options": ("write-config-to", "profiling"),
 }  # fmt: skip

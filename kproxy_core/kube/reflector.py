@@ -28,9 +28,9 @@ from kproxy_core.kube.decode import (
 from kproxy_core.kube.reading import Reading
 from kproxy_core.kube.requests import ApiRequests, Observe, ResourceExpired, StatusError, status_error
 from kproxy_core.kube.transport import (
-    JSON,
     LIMITS,
     MAX_LINE,
+    PROTOBUF_OR_JSON,
     Frames,
     Limits,
     Lines,
@@ -581,9 +581,9 @@ class KubernetesSource:
 
     def __init__(
         self, access: CurrentAccess, node_name: str, *,
-        accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = lambda request: None,
-        chance: Callable[[], float] = random.random, limits: Limits = LIMITS,
-        backoff: type[Backoff] = Backoff,
+        accept: str = PROTOBUF_OR_JSON, qps: float = 5.0, burst: int = 10,
+        observe: Observe = lambda request: None, chance: Callable[[], float] = random.random,
+        limits: Limits = LIMITS, backoff: type[Backoff] = Backoff,
     ) -> None:
         access.keep_up()
         self._access = access

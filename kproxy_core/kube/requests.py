@@ -12,7 +12,15 @@ from msgspec import Struct
 from kproxy_core.kube.access import CurrentAccess, Stamp, stamp
 from kproxy_core.kube.decode import UNDECODABLE, Malformed, Status
 from kproxy_core.kube.reading import shown
-from kproxy_core.kube.transport import LIMITS, Aborted, Limits, Response, Transport, without_managed_fields
+from kproxy_core.kube.transport import (
+    JSON,
+    LIMITS,
+    Aborted,
+    Limits,
+    Response,
+    Transport,
+    without_managed_fields,
+)
 from kproxy_core.model.timing import TokenBucket
 
 SILENCE = 60.0
@@ -64,7 +72,8 @@ Observe = Callable[[ApiRequest], None]
 class ApiRequests:
     """Requests to the API server with the current credentials, on a persistent connection.
 
-    *accept*: the Accept header, to which a wish to omit managed fields is added until the server refuses it.
+    *accept*: the Accept header, to which a wish to omit managed fields is added. A server that refuses this,
+    or protobuf, is asked without from then on.
     Used by one thread; only `abort` may be called by another.
     """
 
@@ -76,8 +85,9 @@ class ApiRequests:
         self._current = access
         self._rate = rate
         self._observe = observe
-        self._plain = accept
         self._accept = without_managed_fields(accept)
+        self._less = [accept, JSON] if accept != JSON else [JSON]
+        """What to ask for next, each time that the server can't answer so."""
         self._stopping = threading.Event()
         self._access = access.now
         self._tried = self._access
@@ -104,8 +114,8 @@ class ApiRequests:
     def _get(self, target: str, waited: float, *, is_list: bool) -> tuple[Response, bytes]:
         """Return an answer, and the body of a list's. *waited*: seconds, for the observer."""
         response, data = self._ask(target, waited, is_list=is_list)
-        if response.status == _NOT_ACCEPTABLE and self._accept != self._plain:
-            self._accept = self._plain
+        while response.status == _NOT_ACCEPTABLE and self._less:
+            self._accept = self._less.pop(0)
             response, data = self._ask(target, 0.0, is_list=is_list)
         if response.status != 200:
             raise _refused(response, data if is_list else response.read_all(MAX_REFUSAL))

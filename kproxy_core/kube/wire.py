@@ -150,7 +150,7 @@ class EndpointSlice(Struct, frozen=True, gc=False, rename="camel"):
     metadata: SliceMeta | None = None
     address_type: Text = None
     endpoints: list[Endpoint] | None = None
-    """From protobuf, unchanged ones are `kproxy_core.model.service.Endpoint`: see `protobuf`."""
+    """From protobuf, most are `kproxy_core.model.service.Endpoint` already."""
     ports: list[SlicePort] | None = None
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kproxy_core.kube.transport import PROTOBUF
 from kproxy_core.testing.apiserver import objects
 
 METRICS_PORT, HEALTHZ_PORT = 10249, 10256
@@ -140,6 +141,13 @@ class Api:
         data = self.conn.getresponse().read()
         answer: Json = json.loads(data)
         return answer
+
+    def encode_all(self) -> None:
+        """List everything, in protobuf: the server encodes an object once, and not while a proxy waits."""
+        accept = f"{PROTOBUF};drop=metadata.managedFields"
+        for path in ("api/v1/services", "api/v1/nodes", "apis/discovery.k8s.io/v1/endpointslices"):
+            self.conn.request("GET", f"/{path}", headers={"Accept": accept})
+            self.conn.getresponse().read()
 
 
 def metrics() -> dict[str, float]:

@@ -104,10 +104,11 @@ class Run:
         assert server.stdout is not None
         self.master = server.stdout.readline().decode().strip()
         self.api = Api(self.master)
+        self.api.encode_all()
         config: Json = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
             "mode": self.spec["mode"], "hostnameOverride": objects.NODE,
-            "clientConnection": {"contentType": "application/json", "kubeconfig": self.kubeconfig()},
+            "clientConnection": {"kubeconfig": self.kubeconfig()},
             "clusterCIDR": objects.CLUSTER_CIDR, "detectLocalMode": "ClusterCIDR",
             "metricsBindAddress": f"127.0.0.1:{METRICS_PORT}",
             "healthzBindAddress": f"127.0.0.1:{HEALTHZ_PORT}",

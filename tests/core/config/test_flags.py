@@ -130,7 +130,7 @@ def shown_by_help(*command: str) -> set[str]:
 
 
 WITHOUT_EFFECT = {
-    "boot-id-file", "config-sync-period", "kube-api-content-type", "log-flush-frequency",
+    "boot-id-file", "config-sync-period", "log-flush-frequency",
     "log-json-info-buffer-size", "log-json-split-stream", "log-text-info-buffer-size",
     "log-text-split-stream", "machine-id-file", "show-hidden-metrics-for-version", "vmodule",
 }  # fmt: skip

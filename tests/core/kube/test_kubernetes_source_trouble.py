@@ -87,11 +87,20 @@ def test_a_server_that_accepts_no_parameter_is_asked_without(follow: ScriptedRun
     assert accepted == [without_managed_fields(PROTOBUF_OR_JSON), PROTOBUF_OR_JSON, PROTOBUF_OR_JSON]
 
 
-def test_a_server_that_accepts_nothing_is_asked_again_later(follow: ScriptedRun) -> None:
-    server, observed = follow(*[refuse(406, reason="NotAcceptable")] * 3, watched(*present("a")))
-    observed.wait_for(lambda o: len(server.asked("services")) >= 4)
+def test_a_server_that_refuses_protobuf_is_asked_for_json(follow: ScriptedRun) -> None:
+    server, observed = follow(
+        *[refuse(406, reason="NotAcceptable")] * 2, watched(*present("a"), hold=False),
+        watched(event("ADDED", service("b"), 11)))  # fmt: skip
+    observed.wait_for(lambda o: o.names == {"a", "b"})
     accepted = [request.headers["accept"] for request in server.requests if request.resource == "services"]
-    assert accepted[1:] == [PROTOBUF_OR_JSON] * (len(accepted) - 1)
+    assert accepted == [without_managed_fields(PROTOBUF_OR_JSON), PROTOBUF_OR_JSON, JSON, JSON]
+
+
+def test_a_server_that_accepts_nothing_is_asked_again_later(follow: ScriptedRun) -> None:
+    server, observed = follow(*[refuse(406, reason="NotAcceptable")] * 4, watched(*present("a")))
+    observed.wait_for(lambda o: len(server.asked("services")) >= 5)
+    accepted = [request.headers["accept"] for request in server.requests if request.resource == "services"]
+    assert accepted[2:] == [JSON] * (len(accepted) - 2)
 
 
 # -- resuming a watch
