@@ -11,6 +11,7 @@ from msgspec import Struct
 from kproxy_core.model.address import Address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Candidate, Destination, EndpointSlice, PortSpec, Row
+from kproxy_core.plan.quarantine import Quarantined, Sentence, without_quarantined
 
 Candidates = Sequence[Candidate]
 
@@ -101,18 +102,23 @@ class Usable(Struct, frozen=True, gc=False):
     cluster: tuple[Destination, ...] = ()
     local: tuple[Destination, ...] = ()
     hairpins: tuple[Address, ...] = ()
+    quarantined: tuple[tuple[Destination, Sentence], ...] = ()
     any: bool = False
 
 
 _NONE = Usable()
 
 
-def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool) -> Usable:
+def categorize(
+    candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool,
+    quarantined: Quarantined | None = None,
+) -> Usable:
     """Choose the usable endpoints of one service port.
 
     *use_cluster*: some traffic may use endpoints on any node. *use_local*: some policy is
     Local. The fallback to terminating endpoints that still serve is decided for each of
-    the two lists separately, and hints never apply to it.
+    the two lists separately, and hints never apply to it. Then each list loses at most half of
+    its endpoints to quarantine.
     """
     if not candidates:
         return _NONE
@@ -130,11 +136,18 @@ def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use
     if use_local:
         any_usable = any_usable or bool(ready or fallback)
         local = on_node(ready, node) or on_node(fallback, node)
+    left_out: tuple[tuple[Destination, Sentence], ...] = ()
+    if quarantined:
+        both = dict.fromkeys(map(_DESTINATION, chain(cluster, local)))
+        cluster, local = (without_quarantined(chosen, quarantined) for chosen in (cluster, local))
+        kept = frozenset(map(_DESTINATION, chain(cluster, local)))
+        left_out = tuple([(where, quarantined[where]) for where in both if where not in kept])
     hairpins = on_node([*cluster, *local] if local else cluster, node)
     return Usable(
         tuple(map(_DESTINATION, cluster)),
         tuple(map(_DESTINATION, local)),
         tuple(dict.fromkeys([where.address for where, _ in hairpins])) if hairpins else (),
+        left_out,
         any_usable,
     )
 

@@ -29,10 +29,10 @@ _NOTHING: frozenset[Destination] = frozenset()
 def kept_destinations(plan: ServicePlan, endpoints: Candidates) -> frozenset[Destination]:
     """Return those of all *endpoints* of a service port that are not removed.
 
-    A *plan* may use endpoints that do not serve (publishNotReadyAddresses).
+    A *plan* may use endpoints that do not serve (publishNotReadyAddresses), or have them in quarantine.
     """
     kept = (where for where, each in endpoints if each.serving or not each.terminating)
-    return frozenset(kept).union(plan.reachable)
+    return frozenset(kept).union(plan.reachable, (where for where, _ in plan.quarantined))
 
 
 def dialled_service_port(

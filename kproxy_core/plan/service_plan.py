@@ -9,6 +9,7 @@ from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of
 from kproxy_core.model.node import NodePortAddresses, NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, PortSpec, Service, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of
+from kproxy_core.plan.quarantine import Quarantined, Sentence
 
 _new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
@@ -58,6 +59,11 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     """Addresses of this node's endpoints among `cluster` and `local`."""
     has_endpoints: bool = False
     """An endpoint on some node is usable, regardless of the policies."""
+    avoids_silent: bool = False
+    """Endpoints that do not answer are put into quarantine (`plan.quarantine`)."""
+    quarantined: tuple[tuple[Destination, Sentence], ...] = ()
+    """Usable endpoints that neither `cluster` nor `local` has: they are in quarantine. Established
+    connections to them continue."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -103,12 +109,14 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
 
 
 def plan_service(
-    service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView
+    service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView,
+    quarantined: Quarantined | None = None,
 ) -> tuple[ServicePlan, ...]:
     """Plan all ports of *service* in the family of *node*.
 
-    *slices* are the service's EndpointSlices of that family by name. Empty if the Service has no ClusterIP in
-    the family.
+    *slices* are the service's EndpointSlices of that family by name. *quarantined*: the endpoints of any
+    Service that are in quarantine; None: this one uses all of its own. Empty if the Service has no ClusterIP
+    in the family.
     """
     cluster_ip = service.cluster_ip(node.family)
     if cluster_ip is None:
@@ -120,7 +128,7 @@ def plan_service(
     source_ranges = _source_ranges(service, load_balancer_ips, node)
     return tuple([
         _plan_port(service, port, endpoints_of(port, slices), node, cluster_ip,
-                   external_ips, load_balancer_ips, source_ranges)
+                   external_ips, load_balancer_ips, source_ranges, quarantined)
         for port in service.ports
     ])
 
@@ -128,14 +136,17 @@ def plan_service(
 def _plan_port(
     service: Service, port: PortSpec, endpoints: Candidates, node: NodeView, cluster_ip: Address,
     external_ips: tuple[Address, ...], load_balancer_ips: tuple[Address, ...],
-    source_ranges: tuple[Cidr, ...],
+    source_ranges: tuple[Cidr, ...], quarantined: Quarantined | None,
 ) -> ServicePlan:
+    if port.protocol is not Protocol.TCP:
+        quarantined = None
     accessible = bool(port.node_port or external_ips or load_balancer_ips)
     chosen = categorize(
         endpoints,
         node,
         use_cluster=accessible or not service.internal_policy_local,
         use_local=service.internal_policy_local or (accessible and service.external_policy_local),
+        quarantined=quarantined,
     )
     return ServicePlan(
         key=_new(ServicePortKey, (*service.name, port.name, port.protocol)),
@@ -156,6 +167,8 @@ def _plan_port(
         local=chosen.local,
         hairpins=chosen.hairpins,
         has_endpoints=chosen.any,
+        avoids_silent=quarantined is not None,
+        quarantined=chosen.quarantined,
     )
 
 

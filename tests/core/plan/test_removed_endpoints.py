@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from kproxy_core.model.address import Address, Protocol, parse_address
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.endpoints import endpoints_of
+from kproxy_core.plan.quarantine import Quarantined, Sentence
 from kproxy_core.plan.removed_endpoints import (
     SECOND_LOOK,
     RemovedEndpoints,
@@ -36,13 +37,15 @@ def tracker(*kept: Destination) -> RemovedEndpoints:
     return made
 
 
-def kept(*conditions: tuple[bool, bool, bool]) -> frozenset[Destination]:
+def kept(
+    *conditions: tuple[bool, bool, bool], quarantined: Quarantined | None = None
+) -> frozenset[Destination]:
     """What is kept of endpoints A, B, C with these conditions: ready, serving, terminating."""
     listed = endpoint_slice("web", *(
         endpoint(f"10.244.0.{number}", ready=ready, serving=serving, terminating=terminating)
         for number, (ready, serving, terminating) in enumerate(conditions, 1)))
     web = service("web", removed_endpoints="reset")
-    (plan,) = plan_service(web, {"": listed}, NODE)
+    (plan,) = plan_service(web, {"": listed}, NODE, quarantined)
     assert plan.resets_removed
     return kept_destinations(plan, endpoints_of(web.ports[0], {"": listed}))
 
@@ -53,6 +56,8 @@ def test_only_an_endpoint_that_terminates_and_serves_no_longer_is_removed() -> N
     assert kept(ready, draining, ended) == of(A, B)
     assert kept(ready, failing, ended) == of(A, B), "its probe fails"
     assert kept(ready, draining, (True, False, True)) == of(A, B, C), "publishNotReadyAddresses"
+    silent = {C: Sentence(1.0, 3)}
+    assert kept(ready, draining, (True, False, True), quarantined=silent) == of(A, B, C), "in quarantine"
 
 
 def test_the_annotation_wins_over_the_configuration() -> None:

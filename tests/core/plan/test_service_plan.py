@@ -7,8 +7,15 @@ import pytest
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import Endpoint, Service
 from kproxy_core.plan.endpoints import endpoints_of
+from kproxy_core.plan.quarantine import Quarantined, Sentence
 from kproxy_core.plan.removals import EXTERNAL_IPS, removals
-from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, serving_destinations
+from kproxy_core.plan.service_plan import (
+    Frontend,
+    ServicePlan,
+    count_ready_local,
+    plan_service,
+    serving_destinations,
+)
 from kproxy_core.testing.builders import (
     addresses,
     cidrs,
@@ -307,3 +314,41 @@ def test_services_that_depend_on_external_ips_are_named(
 def test_equal_input_makes_equal_plans() -> None:
     slices = [endpoint_slice("web", "10.0.0.1", name="s"), endpoint_slice("web", "10.0.0.2", name="t")]
     assert plan(NODE, *slices) == plan(NODE, *reversed(slices))
+
+
+# Quarantine
+
+SHUT = {where: Sentence(float(since), 3) for since, where in enumerate(
+    destinations("10.0.0.1:8080 10.0.0.2:8080 10.0.0.3:8080"))}  # fmt: skip
+
+
+class Chosen(NamedTuple):
+    endpoints: tuple[Endpoint, ...]
+    cluster: str
+    local: str
+    quarantined: str
+
+
+@pytest.mark.parametrize("row", [
+    Chosen((endpoint("10.0.0.1"), endpoint("10.0.0.9")), "10.0.0.9:8080", "", "10.0.0.1:8080"),
+    Chosen((endpoint("10.0.0.1"),), "10.0.0.1:8080", "", ""),
+    Chosen((endpoint("10.0.0.1"), endpoint("10.0.0.2"), endpoint("10.0.0.3")),
+           "10.0.0.2:8080 10.0.0.3:8080", "", "10.0.0.1:8080"),
+    Chosen((endpoint("10.0.0.1", "node1"), endpoint("10.0.0.9")), "10.0.0.9:8080", "10.0.0.1:8080", ""),
+    Chosen((endpoint("10.0.0.1", "node1"), endpoint("10.0.0.9", "node1")),
+           "10.0.0.9:8080", "10.0.0.9:8080", "10.0.0.1:8080"),
+])  # fmt: skip
+def test_quarantine_leaves_each_policy_at_least_half_of_its_endpoints(row: Chosen) -> None:
+    spec = service("web", "80@30080", external_local=bool(row.local))
+    (found,) = plan_service(spec, {"": endpoint_slice("web", *row.endpoints)}, NODE, SHUT)
+    assert found.avoids_silent
+    assert found.cluster == destinations(row.cluster)
+    assert found.local == destinations(row.local)
+    assert found.quarantined == tuple((where, SHUT[where]) for where in destinations(row.quarantined))
+
+
+@pytest.mark.parametrize(("port", "quarantined"), [("80/UDP", SHUT), ("80/SCTP", SHUT), ("80", None)])
+def test_quarantine_is_for_tcp_and_on_request(port: str, quarantined: Quarantined | None) -> None:
+    slices = {"": endpoint_slice("web", "10.0.0.1", "10.0.0.9", ports=[port.replace("80", "8080")])}
+    (found,) = plan_service(service("web", port), slices, NODE, quarantined)
+    assert (found.avoids_silent, len(found.cluster), found.quarantined) == (False, 2, ())
