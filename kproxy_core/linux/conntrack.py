@@ -41,8 +41,9 @@ from kproxy_core.linux.netlink import (
     NotificationThread,
 )
 from kproxy_core.linux.netlink import Instruction as Do
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, family_of
 from kproxy_core.model.service import Destination
+from kproxy_core.plan.quarantine import Answer, Answers, Attempt
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket
 
@@ -86,6 +87,10 @@ _DST_NAT: Final = 1 << 5
 """Bits of `STATUS`, a big-endian number (IPS_*)."""
 UNREPLIED: Final = attribute(STATUS, bytes(4)) + attribute(_STATUS_MASK, SEEN_REPLY.to_bytes(4, "big"))
 """Filter of `dump_flows`: flows without any reply."""
+
+_REPLIED: Final = (
+    attribute(STATUS, SEEN_REPLY.to_bytes(4, "big")) + attribute(_STATUS_MASK, SEEN_REPLY.to_bytes(4, "big")))
+"""The opposite filter."""
 
 _NFNLGRP_NEW, _NFNLGRP_UPDATE, _NFNLGRP_DESTROY = 1, 2, 3
 """Groups of announcements (NFNLGRP_CONNTRACK_*)."""
@@ -296,8 +301,8 @@ _FILTER_ORIG_FLAGS: Final = 1
 _FILTER_REPLY_FLAGS: Final = 2
 _IPV4_SRC: Final = 1
 _FILTER_IP_SRC: Final = 1
-_FILTER_PROTO_SRC_PORT: Final = 1 << 4
 _FILTER_PROTO_NUM: Final = 1 << 3
+_FILTER_PROTO_SRC_PORT: Final = 1 << 4
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
 
 _FIRST = struct.Struct("=2xH4s")
@@ -717,6 +722,96 @@ def _translated(
 
 def _number(value: bytes) -> int:
     return int.from_bytes(value, "big")
+
+
+# Handshakes, translated or not. The table is read up to a number of connections: their order depends on the
+# hashes of their addresses alone.
+
+_ANY_FAMILY: Final = NFGENMSG.pack(socket.AF_UNSPEC, 0, 0)
+
+
+def read_attempts(of: Container[Destination], most: int) -> list[Attempt]:
+    """Return TCP connections to endpoints *of* both families that nothing has answered, *most* at most.
+
+    Acts on the network namespace of the calling thread. Takes 10 ms for 262,144 buckets, and 5 us for each
+    connection returned. Raises HostError.
+    """
+    def attempts(spans: Iterator[Span]) -> Iterator[Attempt]:
+        for flow, endpoint in _tcp(spans, of):
+            found = attributes(flow.data, flow.start, flow.end)
+            if not _number(found[STATUS]) & SEEN_REPLY:
+                yield Attempt(found[ID], flow.source, endpoint)
+
+    return _read_handshakes(_ANY_FAMILY + UNREPLIED, attempts, most)
+
+
+def read_answers(of: Container[Destination], most: int) -> Answers:
+    """Return TCP connections that endpoints *of* both families have answered, *most* at most.
+
+    Acts and raises as `read_attempts`. Each connection of the table takes 2 us until *most* are found.
+    """
+    return _read_answers(_ANY_FAMILY + _REPLIED, of, most)
+
+
+def read_answers_of(endpoint: Destination, most: int) -> Answers:
+    """As `read_answers`, for one endpoint: the kernel lists few connections of others."""
+    family = family_of(endpoint.address)
+    wanted = header(family) + _REPLIED + _answered_from(family, endpoint)
+    return _read_answers(wanted, frozenset([endpoint]), most)
+
+
+def _read_answers(payload: bytes, of: Container[Destination], most: int) -> Answers:
+    found = _read_handshakes(payload, lambda spans: _answers(spans, of), most)
+    return Answers(found, len(found) < most)
+
+
+class RefusalWatch(NotificationThread):
+    """Reports connections to endpoints *of* both families as they are answered with a reset."""
+
+    def __init__(
+        self, of: Container[Destination], refused: Callable[[Sequence[Attempt]], None]
+    ) -> None:
+        """Start watching. *refused* is called from the watch's thread. Raises HostError."""
+        with doing("receive events of connection tracking"):
+            sock = NetlinkSocket.open(
+                NETLINK_NETFILTER, groups=(_NFNLGRP_DESTROY,), receive_space=_BUFFER, accept=RESETS)
+
+        def receive(datagrams: Sequence[bytes], _lost: bool) -> None:
+            refused([
+                Attempt(found[ID], flow.source, endpoint) for data in datagrams
+                for flow, endpoint in _tcp(((data, start, end) for *_, start, end in messages(data)), of)
+                for found in [attributes(flow.data, flow.start, flow.end)]
+                if not _number(found[STATUS]) & _ASSURED
+            ])
+
+        super().__init__("conntrack-refusals", sock, receive)
+
+
+def _read_handshakes(payload: bytes, read: Callable[[Iterator[Span]], Iterator[T]], most: int) -> list[T]:
+    with doing("list connections"), open_socket() as sock:
+        # The rest of the answer is lost with the socket.
+        return sock.dump(GET, payload, lambda spans: list(itertools.islice(read(spans), most)))
+
+
+def _answers(spans: Iterator[Span], of: Container[Destination]) -> Iterator[Answer]:
+    for flow, endpoint in _tcp(spans, of):
+        found = attributes(flow.data, flow.start, flow.end)
+        if _number(found[STATUS]) & SEEN_REPLY:
+            yield Answer(found[ID], endpoint)
+
+
+def _tcp(
+    spans: Iterator[Span], of: Container[Destination]
+) -> Iterator[tuple[TrackedFlow, Destination]]:
+    """Yield the TCP connections to endpoints *of* any family."""
+    for data, start, end in spans:
+        family = FAMILY_BY_AF[data[start]]
+        for flow in decode(iter([(data, start, end)]), family):
+            if flow.protocol == Protocol.TCP:
+                by = answered_by(family, flow)
+                endpoint = Destination(by.address, _number(by.port))
+                if endpoint in of:
+                    yield flow, endpoint
 
 
 # Limits and timeouts, as in kube-proxy 1.36 (cmd/kube-proxy/app/conntrack.go), except that a setting which

@@ -2,11 +2,13 @@
 
 import contextlib
 import itertools
+import queue
 import re
 import select
 import socket
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +18,9 @@ import pytest
 from kproxy_core.linux import conntrack
 from kproxy_core.linux.conntrack import UdpFlow, delete_stale_syns, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.model.service import Destination, Service, ServicePortKey
 from kproxy_core.plan.endpoints import endpoints_of
+from kproxy_core.plan.quarantine import Answers, Attempt
 from kproxy_core.plan.service_plan import Frontend, plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, is_stale_syn
 from kproxy_core.testing.builders import endpoint_slice, node_view, service
@@ -362,6 +365,69 @@ def test_a_syn_older_than_its_service_is_repeated_to_the_service(lab: Lab) -> No
         assert select.select([], [client], [], 60)[1]
         assert not client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     assert kept <= lab.flows("tcp")
+
+
+def test_attempts_wait_until_they_are_answered(lab: Lab) -> None:
+    """Translated or not; other endpoints, other protocols and the rest of the table are left out."""
+    at = lab.at
+    lab.nat({(at.vip, 80): at.elsewhere, (at.vip, 81): at.a, (at.vip, 53): at.elsewhere})
+    lab.inside.ip(f"neigh add {at.elsewhere} lladdr 02:00:00:00:00:01 dev out nud permanent")
+    for address in (at.a, at.b):
+        lab.bound(socket.SOCK_STREAM, address, 9053).listen()
+    for to in ((at.vip, 81), (at.a, 9053), (at.b, 9053)):
+        lab.bound(socket.SOCK_STREAM, at.client).connect(to)
+    for to in ((at.vip, 80), (at.elsewhere, 9053), (at.elsewhere, 9054)):
+        connecting(lab, *to)
+    lab.client(at.vip, 53).send(b"?")
+    a, b, silent = (Destination(parse_address(to), 9053) for to in (at.a, at.b, at.elsewhere))
+    watched = {a, b, silent}
+
+    def read(most: int = 10) -> list[Attempt]:
+        return lab.inside.inside(lambda: conntrack.read_attempts(watched, most))
+
+    found = read()
+    assert [(one.client, one.endpoint) for one in found] == [(parse_address(at.client), silent)] * 2
+    assert len({one.id for one in found}) == 2
+    assert read(1) == found[:1]
+    assert read() == found
+
+    def answers(read: Callable[[], Answers]) -> tuple[list[Destination], bool]:
+        result = lab.inside.inside(read)
+        return sorted(one.endpoint for one in result.found), result.complete
+
+    assert answers(lambda: conntrack.read_answers(watched, 10)) == (sorted([a, a, b]), True)
+    assert answers(lambda: conntrack.read_answers({b, silent}, 10)) == ([b], True)
+    assert answers(lambda: conntrack.read_answers_of(a, 10)) == ([a, a], True)
+    assert answers(lambda: conntrack.read_answers_of(a, 2)) == ([a, a], False)
+    assert answers(lambda: conntrack.read_answers_of(silent, 10)) == ([], True)
+
+
+def test_refused_attempts_are_told(lab: Lab) -> None:
+    """Not those of other endpoints, nor a connection that was established before the reset."""
+    at = lab.at
+    lab.nat({(at.vip, 80): at.a})
+    listener = lab.bound(socket.SOCK_STREAM, at.b, 9053)
+    listener.listen()
+    a, b = (Destination(parse_address(to), 9053) for to in (at.a, at.b))
+    found: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
+
+    def note(refused: Sequence[Attempt]) -> None:
+        for one in refused:
+            found.put(one)
+
+    watch = lab.inside.inside(lambda: conntrack.RefusalWatch({a, b}, note))
+    try:
+        with lab.bound(socket.SOCK_STREAM, at.client) as client:
+            client.connect((at.b, 9053))
+            served, _ = listener.accept()
+            served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            served.close()
+        connecting(lab, at.a, 9054)
+        connecting(lab, at.vip, 80)
+        assert found.get(timeout=60)[1:] == (parse_address(at.client), a)
+        assert found.empty()
+    finally:
+        watch.close()
 
 
 def test_a_rejected_syn_is_not_tracked(lab: Lab) -> None:
