@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from kproxy_core.linux.addresses import AddressWatch
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import Source
+from kproxy_core.model.service import ServiceName
 from kproxy_core.modes.choice import ChosenMode, choose
 from kproxy_core.modes.followed_file import FollowedFile
 from kproxy_core.modes.journal import Journal
@@ -70,6 +71,8 @@ from kproxy_core.observe.messages import Handler
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.pages import About, Debug, health_routes, metrics_routes
 from kproxy_core.observe.server import HttpServer
+from kproxy_core.plan.quarantine import Quarantined
+from kproxy_core.sync.endpoint_health import EndpointHealth
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
@@ -169,7 +172,8 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", observe
 def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
     external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
     return Store(families, source.kinds, time.time(), external_ips=external_ips,
-                 last_resort=config.kproxy.last_resort_seconds)
+                 last_resort=config.kproxy.last_resort_seconds,
+                 avoid_silent=config.kproxy.endpoint_health == "passive")
 
 
 def make_events(
@@ -289,6 +293,9 @@ class _Proxy:
         self._server = HttpServer()
         self._traffic = make_recorder(config, families, instance, self._metrics)
         self._history = SyncHistory() if config.enable_profiling else None
+        self._endpoint_health = EndpointHealth(self._quarantine, partial(
+            self._events.report_service, "EndpointInQuarantine", action="ChooseEndpoints"),
+            count_refusals=config.kproxy.count_refusals)
         self._loop = Loop(
             families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
             pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
@@ -304,7 +311,7 @@ class _Proxy:
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [
             *self._switch.instance.measure(), self._retiring.measure(), self._relays.measure(),
-            registry.calls.measure()])
+            registry.calls.measure(), self._endpoint_health.measure()])
         self._answers = cache(self._make_answers)
         self._overview = cache(self._make_overview)
         self._failures: list[str] = []
@@ -343,10 +350,13 @@ class _Proxy:
         if self._privileged:
             observers += [
                 self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
-                ConnectionResets(self._families, self._connections_reset),
+                ConnectionResets(self._families, self._connections_reset), self._endpoint_health,
             ]
         observers.append(preparation.FreedMemory())
         return observers
+
+    def _quarantine(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
+        self._loop.post(partial(self._loop.set_quarantined, endpoints, services))
 
     def _stale_flows(self) -> StaleFlowObserver:
         """Return an observer whose flows a thread deletes, and whose results are handled on the loop's."""
@@ -398,6 +408,7 @@ class _Proxy:
         control = ControlServer(self._answer)
         parts.callback(control.stop)
         control.start()
+        parts.callback(self._endpoint_health.stop)
         parts.callback(self._heartbeat.stop)
         self._heartbeat.start()
 

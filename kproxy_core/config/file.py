@@ -164,6 +164,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """``keep`` or ``reset``: what happens to connections to endpoints that were removed."""
     endpoint_health: str | bool = "off"
     """``off`` (false, as above) or ``passive``: whether silent endpoints are avoided."""
+    count_refusals: bool = False
+    """With `endpoint_health`: an endpoint that refuses connections is avoided like a silent one."""
     last_resort: str | bool = "off"
     """``off`` (false, as above), or the duration for which the endpoints that were ready last are used while
     none is ready."""

@@ -74,11 +74,12 @@ class Store:
     *started*: earlier trigger times (seconds since the epoch) are ignored, because they would measure the
     downtime of this process. *external_ips*: serve external IPs (feature gate AllowServiceExternalIPs;
     CVE-2020-8554). *last_resort*: the seconds of Services that do not say it themselves; 0: they have none.
+    *avoid_silent*: the answer of `avoids_silent` for such Services.
     """
 
     def __init__(
         self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True,
-        last_resort: float = 0.0,
+        last_resort: float = 0.0, avoid_silent: bool = False,
     ) -> None:
         self.services: dict[ServiceName, Service] = {}
         self.origins: dict[ServiceName, str] = {}
@@ -98,6 +99,7 @@ class Store:
         self._started = started
         self._external_ips = external_ips
         self._last_resort = last_resort
+        self._avoid_silent = avoid_silent
         self.families = {family: FamilyObjects() for family in families}
         self._slices: dict[SliceName, EndpointSlice] = {}
 
@@ -112,6 +114,11 @@ class Store:
         if service is None:
             return 0.0
         return self._last_resort if service.last_resort is None else service.last_resort
+
+    def avoids_silent(self, service: Service) -> bool:
+        """Return whether endpoints of *service* that do not answer are put into quarantine."""
+        health = service.endpoint_health
+        return health == "passive" or (self._avoid_silent and health == "")
 
     def fold(self, event: events.Event, now: float = 0.0) -> None:
         """Take in *event*. *now*: monotonic seconds."""

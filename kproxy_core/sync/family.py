@@ -1,7 +1,7 @@
 """The syncs of one IP family: when they run, and what follows from success and failure."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import PluginFailed, SyncFailed, TrustLost, Unsupported
@@ -9,7 +9,9 @@ from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServiceName
 from kproxy_core.plan.endpoints import MOST_DESTINATIONS
+from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
@@ -79,6 +81,11 @@ class FamilySync:
             observer.node_changed(node)
         if self.plans.set_node(node, addresses):
             self.request()
+
+    def set_quarantined(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
+        """See `FamilyPlans.set_quarantined`."""
+        self.plans.set_quarantined(endpoints, services)
+        self.request()
 
     def report_damage(self, what: str) -> None:
         """Have a change by another process, described by *what*, repaired."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -15,6 +15,8 @@ from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.events import BadObject, Event
+from kproxy_core.model.service import ServiceName
+from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.family import FamilySync
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.observer import Folded, SyncObserver
@@ -188,6 +190,11 @@ class Loop:
     @property
     def plans(self) -> Mapping[Family, FamilyPlans]:
         return {family: sync.plans for family, sync in self._syncs.items()}
+
+    def set_quarantined(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
+        """Plan with *endpoints* in quarantine. *services*: those for which this may differ."""
+        for sync in self._syncs.values():
+            sync.set_quarantined(endpoints, services)
 
     def hold(self) -> None:
         """Pause syncs until `serve_with`, while two modes are programmed in the kernel."""

@@ -1,6 +1,6 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import NamedTuple
 
 from kproxy_core.contract.values import Scope, Update
@@ -18,6 +18,7 @@ from kproxy_core.plan.endpoints import (
     within_limit,
 )
 from kproxy_core.plan.last_resort import LastResort, LastResortStep, as_ready, find_last_resort
+from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.plan.removed_endpoints import kept_destinations
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 
@@ -68,6 +69,7 @@ class FamilyPlans:
         """The acknowledged plans of all service ports that differ now."""
         self._dirty: set[ServiceName] = set()
         self._again: Agenda[ServiceName] = Agenda()
+        self._quarantined: Quarantined = {}
         self._giants: set[ServiceName] = set()
         """Giants among the planned Services."""
         self._waiting: dict[ServiceName, None] = {}
@@ -114,6 +116,11 @@ class FamilyPlans:
         """The next time for which `set_time` returns True; None: never."""
         return self._again.next_at
 
+    def set_quarantined(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
+        """Plan with *endpoints* in quarantine from now on. *services*: those for which this may differ."""
+        self._quarantined = endpoints
+        self._dirty.update(services)
+
     def plan(self, most_giants: int | None = None) -> list[Conflict]:
         """Bring the plans up to date with the store. Return new frontend conflicts.
 
@@ -136,7 +143,9 @@ class FamilyPlans:
             self._note_last_resort(name, service)
             wanted: tuple[ServicePlan, ...] = ()
             if service is not None:
-                wanted = plan_service(service, self._as_planned(name, self._usable_slices(name)), self.node)
+                quarantined = self._quarantined if self._store.avoids_silent(service) else None
+                slices = self._as_planned(name, self._usable_slices(name))
+                wanted = plan_service(service, slices, self.node, quarantined)
             self._note_size(name)
             before = self._claims.wanted(name)
             if before:

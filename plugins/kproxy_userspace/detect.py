@@ -106,6 +106,10 @@ def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
     if plan.key.protocol is Protocol.SCTP:
         yield Caveat("SCTP is not relayed", plan.key)
         return
+    if plan.avoids_silent:
+        yield Caveat(
+            "silent endpoints are not put into quarantine: a relay tries another one after 250 ms",
+            plan.key, lost=False)  # fmt: skip
     # A plan with only a ClusterIP has no endpoints on other nodes, so the policy is respected.
     if plan.internal_policy_local and (plan.node_port or plan.external_addresses):
         yield Caveat("the internal traffic policy Local is ignored", plan.key)

@@ -2,11 +2,13 @@
 
 import logging
 import threading
+from typing import Literal
 
 import pytest
 
 from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.contract.values import Scope, SyncReport, Update
+from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.events import (
     BadObject,
@@ -21,6 +23,7 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServicePortKey, SliceName
+from kproxy_core.plan.quarantine import Sentence
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.plans import HealthCheck
 from kproxy_core.testing.builders import (
@@ -191,6 +194,31 @@ def test_a_service_that_was_planned_meanwhile_is_not_planned_again() -> None:
     rig.loop.plans[V4].plan_again(service_name("web"), 20.0)
     rig.say(SliceSet(endpoint_slice("web", "10.0.0.2")))
     assert rig.loop.next_wakeup() == 3600.0
+
+
+def test_services_follow_the_quarantine_of_their_endpoints() -> None:
+    rig = Rig(families=[V4])
+    one, two = destinations("10.0.0.1:8080 10.0.0.2:8080")
+    rig.start(ServiceSet(service("web", endpoint_health="passive")),
+              SliceSet(endpoint_slice("web", "10.0.0.1", "10.0.0.2")),
+              ServiceSet(service("other", ip="10.96.0.2")),
+              SliceSet(endpoint_slice("other", "10.0.0.1", "10.0.0.2")))  # fmt: skip
+    names = {service_name("web"), service_name("other")}
+    for shut, cluster in [({one: Sentence(1.0, 3)}, (two,)), ({}, (one, two))]:
+        rig.loop.set_quarantined(shut, names)
+        (update,) = rig.turn()
+        assert [(key.name, plan and plan.cluster) for key, plan in update.changed.items()] == [
+            ("web", cluster)]
+
+
+@pytest.mark.parametrize(("default", "own", "avoids"), [
+    (False, "", False), (False, "passive", True), (True, "", True), (True, "off", False),
+])  # fmt: skip
+def test_a_service_may_say_itself_whether_silent_endpoints_are_avoided(
+    default: bool, own: Literal["", "off", "passive"], avoids: bool
+) -> None:
+    store = Store([V4], ["test"], WALL, avoid_silent=default)
+    assert store.avoids_silent(service("web", endpoint_health=own)) is avoids
 
 
 def test_a_backend_that_does_not_watch_gets_frequent_full_syncs() -> None:

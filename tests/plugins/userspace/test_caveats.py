@@ -6,6 +6,7 @@ from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
+from kproxy_core.plan.service_plan import plan_service
 from kproxy_core.testing.builders import full_update, node_view, plans, service
 from kproxy_userspace.hooks import kproxy_caveats
 
@@ -39,6 +40,15 @@ def test_relays_hide_clients_and_end_with_their_process() -> None:
 def test_unsupported_fields_of_a_service(of: Service, expected: list[tuple[str, bool]]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat.service_port is not None]
     assert [(caveat.what, caveat.lost) for caveat in caveats] == expected
+
+
+def test_relays_try_another_endpoint_instead_of_quarantine() -> None:
+    update = full_update(NODE, {
+        plan.key: plan for plan in plan_service(service("shop/web"), {}, NODE, quarantined={})})
+    caveats = kproxy_caveats(update, BackendSettings((NODE.family,)))
+    (caveat,) = [each for each in caveats if each.service_port is not None]
+    assert "not put into quarantine" in caveat.what
+    assert not caveat.lost
 
 
 def test_an_idle_udp_client_is_forgotten() -> None:
