@@ -448,8 +448,10 @@ def answer(
                 "left": round(resort.until - case.plans.now, 3),
             }  # fmt: skip
         any_ready = any(endpoint.ready for _, endpoint in candidates)
+        reasons = {where: sentence.reason(case.plans.now) for where, sentence in plan.quarantined}
         found["not_chosen"] = [
-            {"endpoint": format_socket(*where), "because": _reason(endpoint, fate, node, any_ready=any_ready)}
+            {"endpoint": format_socket(*where),
+             "because": reasons.get(where) or _reason(endpoint, fate, node, any_ready=any_ready)}
             for where, endpoint in candidates if where not in chosen
         ]
         if plan.resets_removed and packet.protocol is Protocol.TCP:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from kproxy_core.app.requests import Sort, Top
@@ -79,7 +80,7 @@ class Overview:
         wanted = found[asked.start:asked.start + asked.count]
         rows = [
             row for at in range(0, len(wanted), _AT_ONCE)
-            for row in self._loop.call(partial(_describe, plans, wanted[at:at + _AT_ONCE]))
+            for row in self._loop.call(partial(_describe, plans, wanted[at:at + _AT_ONCE], self._loop.now))
         ]
         now = time.monotonic()
         for key, row in zip(wanted, rows, strict=True):
@@ -88,20 +89,24 @@ class Overview:
                 "counted": self._traffic is not None}
 
 
-def _describe(plans: Sequence[FamilyPlans], keys: Sequence[ServicePortKey]) -> list[dict[str, Any]]:
-    return [_row(plans, key) for key in keys]
+def _describe(
+    plans: Sequence[FamilyPlans], keys: Sequence[ServicePortKey], now: float
+) -> list[dict[str, Any]]:
+    return [_row(plans, key, now) for key in keys]
 
 
-def _row(plans: Sequence[FamilyPlans], key: ServicePortKey) -> dict[str, Any]:
+def _row(plans: Sequence[FamilyPlans], key: ServicePortKey, now: float) -> dict[str, Any]:
     frontends: list[str] = []
-    endpoints: list[str] = []
+    endpoints: dict[str, str] = {}
+    """With the reason why each is in quarantine; "": it is not."""
     problems: list[str] = []
     for family in plans:
         plan = family.plans.get(key)
         if plan is None:
             continue
         frontends += map(_frontend, plan.frontends())
-        endpoints += [format_socket(*where) for where in plan.reachable]
+        endpoints |= {format_socket(*where): sentence.reason(now) for where, sentence in plan.quarantined}
+        endpoints |= {format_socket(*where): "" for where in plan.reachable}
         if problem := family.unserved.get(key):
             problems.append(f"{family.family.label}: {problem}")
     if not endpoints:
@@ -109,7 +114,8 @@ def _row(plans: Sequence[FamilyPlans], key: ServicePortKey) -> dict[str, Any]:
     return {
         "namespace": key.namespace, "name": key.name, "port": key.port_name, "protocol": key.protocol.name,
         "service_port": str(key), "frontends": list(dict.fromkeys(frontends)),
-        "endpoints": [{"endpoint": where, "usable": True} for where in endpoints[:_MOST_ENDPOINTS]],
+        "endpoints": [{"endpoint": where, "usable": True, "quarantine": reason}
+                      for where, reason in islice(endpoints.items(), _MOST_ENDPOINTS)],
         "endpoint_count": len(endpoints), "problems": problems,
     }  # fmt: skip
 

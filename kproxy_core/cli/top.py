@@ -148,8 +148,8 @@ def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) 
             str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
             *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")), _bytes(row))
         for endpoint in row["endpoints"] if view.endpoints else ():
-            former = "" if endpoint["usable"] else " [yellow](no longer usable)[/]"
-            name = f"  {escape(endpoint['endpoint'])}{former}"
+            remark = endpoint.get("quarantine") or ("" if endpoint["usable"] else "no longer usable")
+            name = f"  {escape(endpoint['endpoint'])}{remark and f' [yellow]({escape(remark)})[/]'}"
             failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
             table.add_row(name, *[""] * (2 + wide), str(endpoint["forwarded"]), "", str(failed),
                           _bytes(endpoint))

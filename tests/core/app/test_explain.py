@@ -26,6 +26,7 @@ from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceN
 from kproxy_core.plan.endpoints import Candidates, endpoints_of
 from kproxy_core.plan.fate import EndpointShare, Fate, Outcome
 from kproxy_core.plan.last_resort import LastResort
+from kproxy_core.plan.quarantine import Sentence
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import (
     addresses,
@@ -233,6 +234,19 @@ def test_a_service_says_what_happens_to_connections_to_endpoints_that_it_has_los
     assert only(known(HERE), "10.96.0.1:80", "pod")["removed_endpoints"] == "keep"
     found = only(known(HERE, removed_endpoints="reset"), "10.96.0.1:80", "pod")
     assert found["removed_endpoints"] == "reset"
+
+
+def test_an_endpoint_in_quarantine_is_told_with_its_attempts() -> None:
+    of = known("10.1.2.1", "10.1.2.2")
+    (where,) = destinations("10.1.2.2:8080")
+    of.plans = {
+        key: replace(plan, cluster=plan.cluster[:1], quarantined=((where, Sentence(100.0, 5)),))
+        for key, plan in of.plans.items()
+    }
+    of.now = 112.3
+    assert only(of, "10.96.0.1:80", "pod")["not_chosen"] == [
+        {"endpoint": "10.1.2.2:8080",
+         "because": "in quarantine for 12 s: 5 of 5 attempts unanswered"}]
 
 
 def test_a_service_is_asked_about_at_all_its_frontends_by_senders_of_every_origin() -> None:

@@ -95,6 +95,21 @@ def test_an_output_format_needs_cleanup() -> None:
     assert CliRunner().invoke(kproxy, ["-o", "json"]).exit_code
 
 
+NO_TRAFFIC = {"forwarded": 0, "bytes_to_endpoint": 0, "bytes_from_endpoint": 0, "refused": 0,
+              "unanswered": 0, "reset": 0}
+SERVICE = {
+    **NO_TRAFFIC, "service_port": "default/web", "protocol": "TCP", "problems": [], "frontends": [],
+    "endpoint_count": 2, "rate": 0.0, "rejected": 0, "failed": 3,
+    "endpoints": [
+        {**NO_TRAFFIC, "endpoint": "10.0.0.1:80", "usable": True, "quarantine": "", "forwarded": 5},
+        {**NO_TRAFFIC, "endpoint": "10.0.0.2:80", "usable": True, "forwarded": 3, "unanswered": 3,
+         "quarantine": "in quarantine for 12 s: 3 of 3 attempts unanswered"},
+        {**NO_TRAFFIC, "endpoint": "10.0.0.3:80", "usable": False, "forwarded": 2},
+    ],
+}  # fmt: skip
+"""Of the answer to `top`."""
+
+
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that runs here, and answers about modes."""
@@ -103,7 +118,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def answer(request: Request, report_progress: Callable[[str], None]) -> Mapping[str, Any]:
         if isinstance(request, Top):
             return {"status": {"node": "n1", "mode": "old", "healthy": True, "problems": []},
-                    "found": 0, "all": 0, "counted": True, "services": []}
+                    "found": 1, "all": 1, "counted": True, "services": [SERVICE]}
         assert isinstance(request, Compare | Switch)
         if request.mode == "absent":
             raise RequestRefused("no backend provides mode 'absent'")
@@ -136,8 +151,13 @@ def test_a_switch_is_reported_in_plain_lines(
 def test_one_look_at_the_traffic_names_no_keys(proxy: None) -> None:
     done = CliRunner().invoke(kproxy, ["top", "--once"])
     first, *_, last = done.stdout.splitlines()
-    assert (done.exit_code, first.rstrip()) == (0, "n1  old  healthy  0 of 0 service ports")
+    assert (done.exit_code, first.rstrip()) == (0, "n1  old  healthy  1 of 1 service ports")
     assert last.rstrip() == "order: rate"
+    assert [" ".join(line.split()) for line in done.stdout.splitlines() if "10.0.0." in line] == [
+        "10.0.0.1:80 5 0 -",
+        "10.0.0.2:80 (in quarantine for 12 s: 3 of 3 attempts 3 3 -",
+        "10.0.0.3:80 (no longer usable) 2 0 -",
+    ]
 
 
 def test_a_switch_is_reported_in_json(proxy: None) -> None:
