@@ -8,16 +8,22 @@ from typing import Any
 
 from kproxy_core.app.explain import Json
 from kproxy_core.model.address import format_socket
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.plan.shares import Weights, shares
 
 GAINED, LOST, CHANGED = "gained", "lost", "changed"
 
 _SETTINGS = {
     "internal_policy": "internal traffic policy", "external_policy": "external traffic policy",
     "affinity_seconds": "seconds of session affinity", "source_ranges": "source ranges",
-    "health_check_node_port": "health check node port",
+    "health_check_node_port": "health check node port", "weights": "weights",
+    "local_weights": "weights for policy Local", "hash": "hash",
 }  # fmt: skip
-_SETS = {"frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "endpoint for policy Local"}
+_SETS = {
+    "frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "endpoint for policy Local",
+    "resting_endpoints": "endpoint of weight 0",
+}  # fmt: skip
 
 
 def document(plan: ServicePlan) -> Json:
@@ -27,12 +33,22 @@ def document(plan: ServicePlan) -> Json:
         "frontends": [frontend_text(frontend) for frontend in plan.frontends()],
         "endpoints": [format_socket(*where) for where in plan.cluster],
         "local_endpoints": [format_socket(*where) for where in plan.local],
+        "resting_endpoints": [format_socket(*where) for where in plan.resting],
+        "weights": _weights(plan.cluster, plan.cluster_weights),
+        "local_weights": _weights(plan.local, plan.local_weights),
+        "hash": plan.hash_by,
         "internal_policy": "Local" if plan.internal_policy_local else "Cluster",
         "external_policy": "Local" if plan.external_policy_local else "Cluster",
         "affinity_seconds": plan.affinity_seconds,
         "source_ranges": ", ".join(map(str, plan.source_ranges)),
         "health_check_node_port": plan.health_check_node_port,
     }  # fmt: skip
+
+
+def _weights(endpoints: Sequence[Destination], weights: Weights) -> str:
+    """Return the weights of *endpoints* in lowest terms; "" if all are equal."""
+    found = shares(endpoints, weights) if weights else {}
+    return ", ".join(f"{number} for {format_socket(*where)}" for where, number in found.items())
 
 
 def frontend_text(frontend: Frontend) -> str:

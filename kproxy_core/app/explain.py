@@ -447,13 +447,14 @@ def answer(
                 "seconds": round(case.plans.now - resort.since, 3),
                 "left": round(resort.until - case.plans.now, 3),
             }  # fmt: skip
-        any_ready = any(endpoint.ready for _, endpoint in candidates)
-        reasons = {where: sentence.reason(case.plans.now) for where, sentence in plan.quarantined}
+        quarantine = {where: sentence.reason(case.plans.now) for where, sentence in plan.quarantined}
+        reasons = dict.fromkeys(plan.resting, _RESTING) | quarantine
+        any_ready = any(endpoint.ready for where, endpoint in candidates if where not in reasons)
         found["not_chosen"] = [
             {"endpoint": format_socket(*where),
              "because": reasons.get(where) or _reason(endpoint, fate, node, any_ready=any_ready)}
             for where, endpoint in candidates if where not in chosen
-        ]
+        ]  # fmt: skip
         if plan.resets_removed and packet.protocol is Protocol.TCP:
             found["removed_endpoints"] = "reset"
         found["source"] = _source(packet, fate, node)
@@ -506,6 +507,9 @@ def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
             "the sender is the node")
     kept = f"; kept by {format_socket(*seeing[0])}, which is on the node's own network" if seeing else ""
     return f"masqueraded to the node's address on the way to the endpoint: {why}{kept}"
+
+
+_RESTING = "weight 0: no new connections"
 
 
 def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) -> str:

@@ -100,6 +100,7 @@ def _row(plans: Sequence[FamilyPlans], key: ServicePortKey, now: float) -> dict[
     endpoints: dict[str, str] = {}
     """With the reason why each is in quarantine; "": it is not."""
     problems: list[str] = []
+    resting = False
     for family in plans:
         plan = family.plans.get(key)
         if plan is None:
@@ -107,10 +108,11 @@ def _row(plans: Sequence[FamilyPlans], key: ServicePortKey, now: float) -> dict[
         frontends += map(_frontend, plan.frontends())
         endpoints |= {format_socket(*where): sentence.reason(now) for where, sentence in plan.quarantined}
         endpoints |= {format_socket(*where): "" for where in plan.reachable}
+        resting = resting or bool(plan.resting)
         if problem := family.unserved.get(key):
             problems.append(f"{family.family.label}: {problem}")
     if not endpoints:
-        problems.append("no endpoints")
+        problems.append("every endpoint has weight 0" if resting else "no endpoints")
     return {
         "namespace": key.namespace, "name": key.name, "port": key.port_name, "protocol": key.protocol.name,
         "service_port": str(key), "frontends": list(dict.fromkeys(frontends)),

@@ -76,7 +76,8 @@ def expectation(case: Case, side: KernelSide | None) -> Json:
         "service_port": str(plan.key) if plan else "",
         "outcome": fate.outcome.value, "because": fate.because,
         "endpoints": [format_socket(*choice.where) for choice in fate.choices],
-        "sticky": bool(plan and plan.affinity_seconds),
+        "rarest": min((choice.share for choice in fate.choices), default=0.0),
+        "sticky": bool(plan and (plan.affinity_seconds or plan.hash_by == "client")),
         "ready": sum(endpoint.ready for _, endpoint in case.candidates),
     }  # fmt: skip
 
@@ -89,7 +90,8 @@ def connections(expected: Expectation, most: int) -> int:
     count = len(expected["endpoints"])
     if expected["outcome"] != Outcome.FORWARDED.value or expected["sticky"] or count == 1:
         return 1
-    return min(most, math.ceil(count * (math.log(count) + 7)))
+    rarest: float = expected["rarest"]
+    return min(most, math.ceil(round((math.log(count) + 7) / rarest, 6)))
 
 
 def is_settled(expected: Expectation, attempts: Sequence[Attempt]) -> bool:

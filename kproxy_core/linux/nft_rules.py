@@ -114,6 +114,8 @@ class Field(NamedTuple):
     """libnftables' description for the user data of sets, where a set may be declared by this field."""
     protocol: Protocol | None = None
     """The protocol whose header has it, which a rule must match before."""
+    of: "tuple[Field, ...]" = ()
+    """The fields that it is computed from."""
 
     def load(self, register: int) -> Expression:
         return Expression(self.expression, {1: _u32(register), **self.attributes})
@@ -171,6 +173,11 @@ def destination_address(family: Family) -> Field:
 
 
 DESTINATION_PORT: Final = _header_field("th dport", PORT, 2, 2, (11, 2))
+SOURCE_PORT_OF: Final = {
+    Protocol.TCP: _header_field("tcp sport", PORT, 2, 0, (8, 1), Protocol.TCP),
+    Protocol.UDP: _header_field("udp sport", PORT, 2, 0, (6, 1), Protocol.UDP),
+    Protocol.SCTP: _header_field("sctp sport", PORT, 2, 0, (10, 1), Protocol.SCTP),
+}
 DESTINATION_PORT_OF: Final = {
     Protocol.TCP: _header_field("tcp dport", PORT, 2, 2, (8, 2), Protocol.TCP),
     Protocol.UDP: _header_field("udp dport", PORT, 2, 2, (6, 2), Protocol.UDP),
@@ -221,6 +228,15 @@ def random_number(count: int) -> Field:
     return Field(
         f"numgen random mod {count}", INTEGER, "numgen", {2: _u32(count), 3: _u32(1), 4: _u32(0)},
         _typeof(_NUMGEN, 1, count, 0),
+    )  # fmt: skip
+
+
+def hashed(key: Key, count: int, seed: int) -> Field:
+    """Return a number from 0 to *count* - 1 that depends on *key* only: the kernel's jhash of it."""
+    size = 4 * _words(key)
+    return Field(
+        f"jhash {key_text(key)} mod {count} seed {seed:#x}", INTEGER, "hash",
+        {3: _u32(size), 4: _u32(count), 5: _u32(seed), 6: _u32(0), 7: _u32(0)}, of=key,
     )  # fmt: skip
 
 
@@ -359,11 +375,27 @@ def _load(key: Iterable[Field], word: int = 0) -> tuple[list[Expression], int]:
 
     Every field begins with a word of four bytes, as in keys of sets.
     """
+    key = tuple(key)
+    behind = word + _words(key) + _GAP
     loads = []
     for field in key:
-        loads.append(field.load(_register(word)))
-        word += -(-field.type.size // 4)
+        load = field.load(_register(word))
+        if field.of:
+            inputs, _ = _load(field.of, behind)
+            source, destination = _u32(_register(behind)), load.attributes[1]
+            loads += [*inputs, Expression(load.name, {1: source, 2: destination, **field.attributes})]
+        else:
+            loads.append(load)
+        word += _words((field,))
     return loads, word
+
+
+_GAP = 4
+"""Words that libnftables leaves free between a key and the input of a hash in it."""
+
+
+def _words(key: Iterable[Field]) -> int:
+    return sum(-(-field.type.size // 4) for field in key)
 
 
 def _register(word: int) -> int:

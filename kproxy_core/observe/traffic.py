@@ -423,8 +423,9 @@ class FrontendOwners(SyncObserver):
         return any(key in of.plans for of in self._of.values())
 
     def uses(self, key: ServicePortKey, where: Destination) -> bool:
-        """Return whether *where* is a usable endpoint of *key*."""
-        return any(key in of.plans and where in of.plans[key].reachable for of in self._of.values())
+        """Return whether *where* is an endpoint of *key* that connections may have."""
+        found = [of.plans[key] for of in self._of.values() if key in of.plans]
+        return any(where in plan.reachable or where in plan.resting for plan in found)
 
 
 # Volumes: bytes and packets.

@@ -2,7 +2,7 @@
 policies.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -60,6 +60,14 @@ def endpoints_of(port: PortSpec, slices: Mapping[str, EndpointSlice] | None) -> 
     if len(found) < len(rows):
         found = _without_duplicates(rows)
     return list(found.values())
+
+
+def rows_by_slice(
+    port: PortSpec, slices: Mapping[str, EndpointSlice]
+) -> Iterator[tuple[EndpointSlice, list[Row]]]:
+    """Yield the slices by name, each with its endpoints for *port*."""
+    for _, piece in sorted(slices.items()):
+        yield piece, _remembered(piece, port)
 
 
 def _remembered(piece: EndpointSlice, port: PortSpec) -> list[Row]:

@@ -4,6 +4,7 @@ Sources as in `service_plan`; kube-proxy 1.36 makes these decisions in its rules
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -145,9 +146,11 @@ def decide(
         named = ", ".join(map(str, ranges))
         return Fate(Outcome.DROPPED, f"the source is not in loadBalancerSourceRanges ({named})")
     if not plan.has_endpoints:
-        return Fate(Outcome.REFUSED, "no endpoint is usable on any node")
+        resting = ": those that were have weight 0" if plan.resting else ""
+        return Fate(Outcome.REFUSED, f"no endpoint is usable on any node{resting}")
     policy, masqueraded = (_internal if kind is FrontendKind.CLUSTER_IP else _external)(packet, plan, node)
-    among = plan.local if policy in (Policy.INTERNAL_LOCAL, Policy.EXTERNAL_LOCAL) else plan.cluster
+    is_local = policy in (Policy.INTERNAL_LOCAL, Policy.EXTERNAL_LOCAL)
+    among = plan.local if is_local else plan.cluster
     if not among:
         return Fate(Outcome.DROPPED, f"{policy.value}, and no usable endpoint is on this node", policy=policy)
 
@@ -157,9 +160,18 @@ def decide(
             return False
         return masqueraded or (to == packet.source and to in plan.hairpins)
 
-    share = 1 / len(among)
-    choices = tuple(EndpointShare(where, share, is_masqueraded(where.address)) for where in among)
-    return Fate(Outcome.FORWARDED, policy.value, choices, policy)
+    slots = plan.local_slots if is_local else plan.cluster_slots
+    share = 1 / len(slots)
+    held = dict.fromkeys(among, 1) if slots is among else Counter(slots)
+    choices = tuple(
+        EndpointShare(where, held[where] * share, is_masqueraded(where.address)) for where in among)
+    return Fate(Outcome.FORWARDED, policy.value + _BY_HASH[plan.hash_by], choices, policy)
+
+
+_BY_HASH = {
+    "": "", "client": "; a hash of the client's address decides",
+    "flow": "; a hash of the client's address and port decides",
+}  # fmt: skip
 
 
 def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:

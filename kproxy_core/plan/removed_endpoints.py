@@ -32,7 +32,7 @@ def kept_destinations(plan: ServicePlan, endpoints: Candidates) -> frozenset[Des
     A *plan* may use endpoints that do not serve (publishNotReadyAddresses), or have them in quarantine.
     """
     kept = (where for where, each in endpoints if each.serving or not each.terminating)
-    return frozenset(kept).union(plan.reachable, (where for where, _ in plan.quarantined))
+    return frozenset(kept).union(plan.reachable, plan.resting)
 
 
 def dialled_service_port(

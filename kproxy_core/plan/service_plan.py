@@ -9,7 +9,9 @@ from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of
 from kproxy_core.model.node import NodePortAddresses, NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, PortSpec, Service, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of
+from kproxy_core.plan.hashing import HashBy, hash_slots
 from kproxy_core.plan.quarantine import Quarantined, Sentence
+from kproxy_core.plan.shares import Weights, reduce_weights, repeated, weights_of
 
 _new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
@@ -62,8 +64,15 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     avoids_silent: bool = False
     """Endpoints that do not answer are put into quarantine (`plan.quarantine`)."""
     quarantined: tuple[tuple[Destination, Sentence], ...] = ()
-    """Usable endpoints that neither `cluster` nor `local` has: they are in quarantine. Established
-    connections to them continue."""
+    """Those of `resting` that are in quarantine; otherwise they would be usable."""
+    cluster_weights: Weights = ()
+    """Those of `cluster`, as `reduce_weights` returns them; (): all are equal."""
+    local_weights: Weights = ()
+    """Those of `local`."""
+    resting: tuple[Destination, ...] = ()
+    """Endpoints of weight 0 or in quarantine. They get no new connections and keep those that they have."""
+    hash_by: HashBy = ""
+    """Endpoints are chosen by a hash of the client or the flow; "": by chance."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -98,6 +107,26 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
             return ()
         return self.local if self.external_policy_local else self.cluster
 
+    @property
+    def has_plain_choice(self) -> bool:
+        """Endpoints have equal shares and are chosen by chance: slots are the endpoints, in any order."""
+        return not (self.cluster_weights or self.local_weights or self.hash_by)
+
+    @property
+    def cluster_slots(self) -> tuple[Destination, ...]:
+        """The table from which endpoints of `cluster` are chosen, each slot as often as any other."""
+        return self._slots(self.cluster, self.cluster_weights)
+
+    @property
+    def local_slots(self) -> tuple[Destination, ...]:
+        """The same of `local`."""
+        return self._slots(self.local, self.local_weights)
+
+    def _slots(self, endpoints: tuple[Destination, ...], weights: Weights) -> tuple[Destination, ...]:
+        if self.hash_by:
+            return hash_slots(endpoints, weights)
+        return repeated(endpoints, weights) if weights else endpoints
+
     def frontends(self) -> Iterator[Frontend]:
         protocol = self.key.protocol
         if self.cluster_ip is not None:
@@ -127,19 +156,27 @@ def plan_service(
     external_ips = of_family(service.external_ips, node.family, (cluster_ip, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
     return tuple([
-        _plan_port(service, port, endpoints_of(port, slices), node, cluster_ip,
+        _plan_port(service, port, endpoints_of(port, slices), weights_of(port, slices), node, cluster_ip,
                    external_ips, load_balancer_ips, source_ranges, quarantined)
         for port in service.ports
     ])
 
 
 def _plan_port(
-    service: Service, port: PortSpec, endpoints: Candidates, node: NodeView, cluster_ip: Address,
-    external_ips: tuple[Address, ...], load_balancer_ips: tuple[Address, ...],
-    source_ranges: tuple[Cidr, ...], quarantined: Quarantined | None,
+    service: Service, port: PortSpec, endpoints: Candidates, weights: Mapping[Destination, int],
+    node: NodeView, cluster_ip: Address, external_ips: tuple[Address, ...],
+    load_balancer_ips: tuple[Address, ...], source_ranges: tuple[Cidr, ...],
+    quarantined: Quarantined | None,
 ) -> ServicePlan:
     if port.protocol is not Protocol.TCP:
         quarantined = None
+    resting: tuple[Destination, ...] = ()
+    if weights:
+        # For the choice, it is as if those of weight 0 did not exist: neither hints nor policies find them.
+        resting = tuple([
+            where for where, endpoint in endpoints
+            if not weights[where] and (endpoint.ready or endpoint.serving)])
+        endpoints = [item for item in endpoints if weights[item[0]]]
     accessible = bool(port.node_port or external_ips or load_balancer_ips)
     chosen = categorize(
         endpoints,
@@ -169,6 +206,10 @@ def _plan_port(
         has_endpoints=chosen.any,
         avoids_silent=quarantined is not None,
         quarantined=chosen.quarantined,
+        cluster_weights=reduce_weights([weights[where] for where in chosen.cluster]) if weights else (),
+        local_weights=reduce_weights([weights[where] for where in chosen.local]) if weights else (),
+        resting=resting + tuple([where for where, _ in chosen.quarantined]),
+        hash_by=service.hash_by,
     )
 
 
@@ -205,7 +246,7 @@ def serving_destinations(endpoints: Candidates) -> frozenset[Destination]:
 
 
 def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView) -> int:
-    """Return the number of distinct addresses of ready endpoints on *node*.
+    """Return the number of distinct addresses of ready endpoints on *node*, without those of weight 0.
 
     Slices without ports do not count; those with ports that the Service lacks do (kube-proxy 1.36,
     pkg/proxy/endpointschangetracker.go, LocalReadyEndpoints).
@@ -213,7 +254,7 @@ def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView
     if not node.name or not slices:
         return 0
     return len({
-        endpoint.address for piece in slices.values() if piece.ports
+        endpoint.address for piece in slices.values() if piece.ports and piece.weight != 0
         for endpoint in piece.endpoints if endpoint.ready and endpoint.node == node.name
     })
 

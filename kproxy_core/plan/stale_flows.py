@@ -134,7 +134,7 @@ class StaleFlowTracker:
         before = self._ports.pop(key, _UdpPort())
         after = _UdpPort()
         if plan is not None:
-            after = _UdpPort(frozenset(plan.frontends()), serving.union(plan.reachable))
+            after = _UdpPort(frozenset(plan.frontends()), serving.union(plan.reachable, plan.resting))
             gone = before.serving - after.serving
             if all(map(_is_relay, gone)):
                 after = after._replace(serving=after.serving | gone)

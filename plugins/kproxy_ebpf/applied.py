@@ -76,6 +76,10 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
                 slots[batch.slot_key(service, index)] = value
                 if is_remembered:
                     endpoints[batch.endpoint_key(value, service)] = batch.PRESENT
+            if plan.key.protocol is Protocol.UDP:  # Sockets keep those of weight 0.
+                for endpoint in plan.resting:
+                    value = batch.endpoint_value(endpoint, is_local=bool(local) and endpoint.address in local)
+                    endpoints[batch.endpoint_key(value, service)] = batch.PRESENT
             for frontend in group.frontends:
                 frontends[frontend.key] = batch.ServiceValue(
                     service, count, plan.affinity_seconds, has_local, frontend.flags

@@ -1,5 +1,6 @@
 """Explanation of packets: the map elements that decide for local sockets, and the frontends they dialled."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -113,20 +114,33 @@ def _written(question: Question) -> _Found | None:
     for group in wanted(question.plan):
         for frontend in group.frontends:
             if frontend.key in _keys(question):
-                return _Found(_texts(question, group), _choices(group), frontend.flags)
+                return _Found(_texts(question, group), _choices(group.endpoints), frontend.flags)
     return None
 
 
 def _texts(question: Question, group: Group) -> Sequence[KernelObject]:
     dialled = format_socket(question.packet.destination, question.packet.port)
-    return [KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.endpoints)} endpoints")] + [
-        KernelObject(f"BPF map {names.SLOTS}", format_socket(*endpoint)) for endpoint in group.endpoints
-    ]
+    return [
+        KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.endpoints)} slots"),
+        *_slot_texts(group.endpoints)]
 
 
-def _choices(group: Group) -> tuple[EndpointShare, ...]:
-    share = 1 / len(group.endpoints)
-    return tuple(EndpointShare(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
+def _slot_texts(slots: Sequence[Destination | None]) -> Iterator[KernelObject]:
+    """Yield each slot with its index, and an endpoint that has several once; None: missing."""
+    numbers = Counter(slots)
+    for index, where in enumerate(slots):
+        if where is None:
+            yield KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)")
+        elif number := numbers.pop(where, 0):
+            which = index if number == 1 else f"({number} of {len(slots)})"
+            yield KernelObject(f"BPF map {names.SLOTS}", f"{which} : {format_socket(*where)}")
+
+
+def _choices(slots: Sequence[Destination | None]) -> tuple[EndpointShare, ...]:
+    """Return the shares of the endpoints in *slots*, some of which may be missing."""
+    return tuple(
+        EndpointShare(where, number / len(slots), masqueraded=False)
+        for where, number in Counter(slots).items() if where is not None)
 
 
 def _held(question: Question, maps: PinnedMaps) -> _Found | None:
@@ -139,19 +153,12 @@ def _held(question: Question, maps: PinnedMaps) -> _Found | None:
         return None
     service = batch.parse_service(value)
     dialled = format_socket(packet.destination, packet.port)
-    text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} endpoints"
-    objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
-    choices: list[EndpointShare] = []
-    for index in range(service.endpoints):
-        endpoint = maps.find(names.SLOTS, batch.slot_key(service.identity, index))
-        if endpoint is None:
-            objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
-            continue
-        where = batch.parse_endpoint(endpoint, packet.family)
-        objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
-        choices.append(EndpointShare(where, 1 / service.endpoints, masqueraded=False))
+    text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} slots"
+    values = (maps.find(names.SLOTS, batch.slot_key(service.identity, at)) for at in range(service.endpoints))
+    slots = [None if value is None else batch.parse_endpoint(value, packet.family) for value in values]
+    objects = [KernelObject(f"BPF map {names.FRONTENDS}", text), *_slot_texts(slots)]
     remembered = _remembered(question.packet, service, maps)
-    return _Found(objects, tuple(choices), service.frontend, remembered)
+    return _Found(objects, _choices(slots), service.frontend, remembered)
 
 
 def _remembered(packet: Packet, service: batch.ServiceValue, maps: PinnedMaps) -> Destination | None:

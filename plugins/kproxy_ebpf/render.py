@@ -1,5 +1,6 @@
 """Elements of the maps as text, whole or as the difference to the kernel's."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from kproxy_core.contract import Preview, Update
@@ -28,10 +29,11 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
     for address, _, port in plan.frontends():
         where = f"node port {port}" if address is None else format_socket(address, port)
         yield f"#   frontend {where}/{protocol}"
-    for endpoint in group.endpoints:
+    for endpoint, slots in Counter(group.endpoints).items():
         is_local = endpoint.address in plan.hairpins
         hairpin = f", unless the client is {format_address(endpoint.address)}" if is_local else ""
-        yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"
+        several = f" in {slots} slots" if slots > 1 else ""
+        yield f"#   endpoint {format_socket(*endpoint)}{several}{hairpin}"
 
 
 def preview(update: Update, settings: Settings) -> Preview:

@@ -1,7 +1,7 @@
 """The map elements for a service plan. Pure.
 
-Omits frontends for which the rules must decide: those without usable endpoints, SCTP, and load balancer IPs
-with source ranges, because the source of a connection is unknown at connect().
+Omits frontends for which the rules must decide: those without usable endpoints, SCTP, and, because the source
+of a connection is unknown at connect(), load balancer IPs with source ranges and Services that hash it.
 """
 
 from collections.abc import Iterator
@@ -36,6 +36,7 @@ class Group(NamedTuple):
     """``cluster`` or ``local``: the plan's endpoints in use."""
     frontends: tuple[FrontendElement, ...]
     endpoints: tuple[Destination, ...]
+    """Of each slot."""
 
 
 def wanted(plan: ServicePlan) -> Iterator[Group]:
@@ -45,7 +46,7 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     the short circuit (kube-proxy 1.36, pkg/proxy/topology.go), unless `frontends_left_by_pods` says that the
     rules decide.
     """
-    if plan.key.protocol is Protocol.SCTP:
+    if plan.key.protocol is Protocol.SCTP or plan.hash_by:
         return
     internal: list[FrontendElement] = []
     resets = RESETS * (plan.resets_removed and plan.key.protocol is Protocol.TCP)
@@ -61,10 +62,10 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     external = [FrontendElement(key, flag | resets) for key in keys]
     if plan.internal_policy_local:
         if internal and plan.local:
-            yield Group("local", tuple(internal), plan.local)
+            yield Group("local", tuple(internal), plan.local_slots)
         internal = []
     if (internal or external) and plan.cluster:
-        yield Group("cluster", (*internal, *external), plan.cluster)
+        yield Group("cluster", (*internal, *external), plan.cluster_slots)
 
 
 def node_addresses(node: NodeView) -> dict[bytes, bytes]:

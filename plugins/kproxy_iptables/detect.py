@@ -64,7 +64,11 @@ def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
         *of_unclaimed_ports(update),
         *of_removed_endpoints(update),
         *_affinity(update),
-    )
+        *(Caveat(
+            f"the annotation kproxy.dev/hash: {plan.hash_by} has no effect, endpoints are chosen at random",
+            plan.key)
+          for plan in sorted_plans(update) if plan.hash_by),
+    )  # fmt: skip
 
 
 def _affinity(update: Update) -> Iterator[Caveat]:

@@ -4,7 +4,7 @@ Rules are spelled as iptables-save prints them, so that wanted rules and those i
 as text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address,
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.shares import shares
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
 from kproxy_iptables.skeleton import Facts
@@ -69,10 +70,12 @@ def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains) -> dict[
     own: dict[str, str] = {}
     internal = chains.local if plan.internal_policy_local else chains.cluster
     endpoints = _endpoint_chains(plan, style, chains, own)
-    for chain, destinations in ((chains.cluster, plan.cluster), (chains.local, plan.local)):
+    for chain, destinations, weights in (
+        (chains.cluster, plan.cluster, plan.cluster_weights), (chains.local, plan.local, plan.local_weights),
+    ):  # fmt: skip
         if destinations:
             first = _from_outside(plan, style, chain) if chain == internal else ""
-            own[chain] = first + _balance(plan, style, chain, destinations, endpoints)
+            own[chain] = first + _balance(plan, style, chain, shares(destinations, weights), endpoints)
     if plan.node_port or plan.external_addresses:
         own[chains.external] = _external(plan, style, chains)
     if plan.source_ranges and plan.load_balancer_ips:
@@ -123,36 +126,35 @@ def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
 
 
 def _balance(
-    plan: ServicePlan, style: Style, chain: str, destinations: Sequence[Destination],
+    plan: ServicePlan, style: Style, chain: str, chosen: Mapping[Destination, int],
     endpoints: dict[Destination, tuple[str, str]],
 ) -> str:
-    """Return the rules that choose a client's last destination, or else one of *destinations* at random."""
-    chosen = frozenset(destinations)
-    found = [named for where, named in endpoints.items() if where in chosen]
+    """Return the rules that choose a client's last destination, or else one of *chosen* by its share."""
+    found = [(*named, chosen[where]) for where, named in endpoints.items() if where in chosen]
     lines: list[str] = []
     if plan.affinity_seconds:
         mask = _MASK[style.node.family]
         lines += [
             f"-A {chain}{comment} -m recent --rcheck --seconds {plan.affinity_seconds} --reap"
             f" --name {endpoint} --mask {mask} --rsource -j {endpoint}\n"
-            for comment, endpoint in found
+            for comment, endpoint, _ in found
         ]
-    lines += [
-        f"-A {chain}{comment}{_chance(len(found) - number)} -j {endpoint}\n"
-        for number, (comment, endpoint) in enumerate(found)
-    ]
+    rest = sum(chosen.values())
+    for comment, endpoint, share in found:
+        lines.append(f"-A {chain}{comment}{_chance(share, rest)} -j {endpoint}\n")
+        rest -= share
     return "".join(lines)
 
 
 @cache
-def _chance(among: int) -> str:
-    """Return the match for one in *among* packets.
+def _chance(number: int, among: int) -> str:
+    """Return the match for *number* of *among* packets.
 
     kube-proxy writes ten decimals, the kernel keeps 31 bits, iptables-save prints eleven decimals.
     """
-    if among == 1:
+    if number == among:
         return ""
-    kept = round(float(f"{1 / among:.10f}") * 2**31)
+    kept = round(float(f"{number / among:.10f}") * 2**31)
     return f" -m statistic --mode random --probability {kept / 2**31:.11f}"
 
 

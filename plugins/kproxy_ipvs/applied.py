@@ -249,13 +249,13 @@ def compare_server(
     if held is None or held.scheduling != want.scheduling:
         difference.servers.append(PutServer(key, want.scheduling, new=held is None))
     weights = {} if held is None else held.weights
-    for where in want.destinations:
+    real_servers = want.real_servers
+    for where, wanted_weight in real_servers.items():
         weight = weights.get(where)
-        if weight != 1:
-            difference.servers.append(PutDestination(key, where, 1, new=weight is None))
-    keep = set(want.destinations)
+        if weight != wanted_weight:
+            difference.servers.append(PutDestination(key, where, wanted_weight, new=weight is None))
     for where, weight in weights.items():
-        if where in keep:
+        if where in real_servers:
             continue
         if not want.graceful:
             difference.servers.append(DeleteDestination(key, where))
@@ -274,7 +274,7 @@ def _held(claims: _Claims | None) -> HeldServer | None:
     if not claims:
         return None
     server = _owner(claims)
-    return HeldServer(server.scheduling, dict.fromkeys(server.destinations, 1))
+    return HeldServer(server.scheduling, server.real_servers)
 
 
 def _appeared(counts: Mapping[_T, int], changes: Counter[_T]) -> tuple[list[_T], list[_T]]:

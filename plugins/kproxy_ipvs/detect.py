@@ -115,7 +115,7 @@ def caveats(update: Update, settings: Settings) -> Sequence[Caveat]:
         *of_node_ports(update, loopback=False, any_local_address=False, wants_relays=True),
         *of_removed_endpoints(update),
         *_of_all(plans, settings.scheduler),
-        *(caveat for plan in plans for caveat in _of_service_port(plan)),
+        *(caveat for plan in plans for caveat in _of_service_port(plan, settings.scheduler)),
     )
 
 
@@ -129,7 +129,14 @@ def _of_all(plans: Sequence[ServicePlan], scheduler: str) -> Iterator[Caveat]:
             "ClusterIPs and external addresses are addresses of this node and answer pings", lost=False)
 
 
-def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
+def _of_service_port(plan: ServicePlan, scheduler: str) -> Iterator[Caveat]:
+    if plan.hash_by:
+        yield Caveat(
+            "IPVS hashes clients in a way of its own: nodes in other modes choose other endpoints", plan.key,
+            lost=False)
+    elif scheduler == "dh" and (plan.cluster_weights or plan.local_weights or plan.resting):
+        yield Caveat(
+            "the scheduler dh ignores weights, and connections to endpoints of weight 0 end", plan.key)
     if plan.key.protocol is Protocol.SCTP:
         yield Caveat("SCTP is served if the IPVS of this kernel has it", plan.key, lost=False)
     if not plan.affinity_seconds:

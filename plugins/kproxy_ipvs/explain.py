@@ -170,7 +170,7 @@ def _written(question: Question, settings: Settings) -> State:
     servers = applied.servers
 
     def find(key: ServerKey) -> Weights | None:
-        return dict.fromkeys(servers[key].destinations, 1) if key in servers else None
+        return servers[key].real_servers if key in servers else None
 
     rules = skeleton(node) | jumps_by_chain(JUMPS)
     entries: dict[SetKind, dict[str, int]] = {}

@@ -1,7 +1,9 @@
 """Kernel state of one IP family, and the steps that bring it to the plans."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+from msgspec.structs import replace
 
 from kproxy_core.contract import SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
@@ -13,11 +15,11 @@ from kproxy_ipvs.applied import Applied, Difference, compare, foreign_servers
 from kproxy_ipvs.batch import Operation, PutDestination
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel.servers import Draining, VirtualServers
+from kproxy_ipvs.kernel.servers import Draining, VirtualServers, try_server
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import skeleton
-from kproxy_ipvs.wanted import ServerKey, Style, make_style
+from kproxy_ipvs.wanted import ServerKey, Style, make_style, schedulers_for
 from kproxy_xtables.rules import SERVICES, ipset_mode_chains
 from kproxy_xtables.tables import Tables
 
@@ -39,6 +41,8 @@ class FamilyState:
         self._style: Style | None = None
         self._pending: Difference | None = None
         """The difference that is being written, or whose write failed."""
+        self._tried: dict[str, bool] = {}
+        """The schedulers that only some Services need, and whether the kernel has them."""
         self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
         """Real servers that the kernel refused, as logged."""
         self.restore_failures = 0
@@ -56,7 +60,7 @@ class FamilyState:
             return True
         if node == self._node:
             return False
-        style = make_style(node, self._settings.scheduler, self._style.elsewhere)
+        style = make_style(node, self._settings.scheduler, self._style.elsewhere, self._missing)
         return style != self._style or skeleton(node) != skeleton(self._node)
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
@@ -67,6 +71,8 @@ class FamilyState:
         if self._node is None or self._style is None:
             raise TrustLost("the kernel has not been read yet")
         self._node = None
+        self._try_schedulers(changed.values())
+        self._style = replace(self._style, missing=self._missing)
         difference = self._applied.difference(changed, self._style)
         unusable = self._write(difference)
         self._applied.acknowledge(difference)
@@ -82,7 +88,8 @@ class FamilyState:
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
         on_device, elsewhere = device.read(self.family)
-        style = make_style(node, self._settings.scheduler, elsewhere)
+        self._try_schedulers(plans.values())
+        style = make_style(node, self._settings.scheduler, elsewhere, self._missing)
         expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
@@ -102,6 +109,23 @@ class FamilyState:
 
     def close(self) -> None:
         self._draining.close()
+
+    @property
+    def _missing(self) -> frozenset[str]:
+        return frozenset(name for name, exists in self._tried.items() if not exists)
+
+    def _try_schedulers(self, plans: Iterable[ServicePlan | None]) -> None:
+        """Try the schedulers that *plans* are the first to need. Their modules are loaded by that."""
+        configured = self._settings.scheduler
+        for plan in plans:
+            for name in schedulers_for(plan, configured).difference(self._tried) if plan is not None else ():
+                try:
+                    try_server(name, self.family)
+                    self._tried[name] = True
+                except HostError as error:
+                    self._tried[name] = False
+                    log.error("the kernel lacks a scheduler, weights or hashes have no effect", extra={
+                        "fields": {"scheduler": name, "family": self.family.label, "error": str(error)}})
 
     def _write(
         self, difference: Difference, rules_text: str = "", *, takeover: bool = False

@@ -12,6 +12,7 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.shares import Weights, shares
 from kproxy_ipvs import names
 from kproxy_ipvs.names import SetKind
 
@@ -21,10 +22,24 @@ PERSISTENT, HASH_FALLBACK, HASH_PORT = 0x1, 0x8, 0x10
 _HASHING = {"sh": HASH_FALLBACK, "mh": HASH_FALLBACK | HASH_PORT}
 """Without a fallback, new connections that hash to a draining real server are dropped."""
 
+_BY_HASH = {"client": HASH_FALLBACK, "flow": HASH_FALLBACK | HASH_PORT}
+"""Flags of mh for a Service with consistent hashing."""
+
+_BY_WEIGHT = {"rr": "wrr", "lc": "wlc"}
+"""The schedulers that respect weights instead of those that do not."""
+
 
 def schedulers(configured: str) -> tuple[str, ...]:
     """Return the schedulers that the mode needs if *configured* is that of Services."""
     return tuple(dict.fromkeys((configured, _source_hashing(configured))))
+
+
+def schedulers_for(plan: ServicePlan, configured: str) -> frozenset[str]:
+    """Return the schedulers that *plan* needs beside `schedulers`, for its hash or weights."""
+    if plan.has_plain_choice:
+        return frozenset()
+    of_plan = "mh" if plan.hash_by else _BY_WEIGHT.get(configured, configured)
+    return frozenset((of_plan,)).difference(schedulers(configured))
 
 
 class ServerKey(NamedTuple):
@@ -56,7 +71,7 @@ class Scheduling(NamedTuple):
 
 
 class VirtualServer(NamedTuple):
-    """One virtual server. Its real servers all have weight 1 and are reached by NAT."""
+    """One virtual server. Its real servers are reached by NAT."""
 
     scheduling: Scheduling
     graceful: bool
@@ -64,6 +79,15 @@ class VirtualServer(NamedTuple):
     destinations: tuple[Destination, ...]
     of_node_port: bool = False
     """It yields to a VIP that is also an address of the node."""
+    weights: Weights = ()
+    """Of each of `destinations`; (): 1."""
+    resting: tuple[Destination, ...] = ()
+    """Real servers of weight 0."""
+
+    @property
+    def real_servers(self) -> dict[Destination, int]:
+        """All real servers with their weights."""
+        return dict.fromkeys(self.resting, 0) | shares(self.destinations, self.weights)
 
 
 class SetEntry(NamedTuple):
@@ -95,19 +119,27 @@ class Style(Struct, frozen=True, kw_only=True):
     masquerade_bit: int
     elsewhere: frozenset[Address] = frozenset()
     """Addresses of other interfaces, which the device must not hold."""
+    missing: frozenset[str] = frozenset()
+    """Schedulers that the kernel lacks, of those that only some Services need."""
 
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
 
 
-def make_style(node: NodeView, scheduler: str, elsewhere: frozenset[Address] = frozenset()) -> Style:
-    """Return the style for a node that has the addresses *elsewhere*, beside the device."""
+def make_style(
+    node: NodeView, scheduler: str, elsewhere: frozenset[Address] = frozenset(),
+    missing: frozenset[str] = frozenset(),
+) -> Style:  # fmt: skip
+    """Return the style for a node that has the addresses *elsewhere*, beside the device.
+
+    *missing*: see `Style`.
+    """
     addresses = node.node_port_addresses
     if node.family is Family.IPV6:
         addresses = tuple(address for address in addresses if not address.startswith(b"\xfe\x80"))
     return Style(
         family=node.family, scheduler=scheduler, node_ip=node.node_ip, node_port_addresses=addresses,
-        masquerade_bit=node.masquerade_bit, elsewhere=elsewhere,
+        masquerade_bit=node.masquerade_bit, elsewhere=elsewhere, missing=missing,
     )  # fmt: skip
 
 
@@ -127,39 +159,50 @@ def has_short_circuit(plan: ServicePlan) -> bool:
 
 
 def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, VirtualServer]]:
-    scheduling = _scheduling(plan, style)
     # Others are deleted at once, as by kube-proxy: UDP has no end of a connection. The scheduler dh may hash
     # all connections to a VIP to the draining real server, and has no fallback.
     graceful = plan.key.protocol is Protocol.TCP and style.scheduler != "dh"
 
-    def server(
-        address: Address, port: int, endpoints: tuple[Destination, ...], *, of_node_port: bool = False
-    ) -> tuple[ServerKey, VirtualServer]:
-        key = ServerKey(style.family, 0, address, plan.key.protocol, port)
-        return key, VirtualServer(scheduling, graceful, endpoints, of_node_port)
+    def virtual(*, is_local: bool, is_marked: bool = False) -> VirtualServer:
+        endpoints, weights = (
+            (plan.local, plan.local_weights) if is_local else (plan.cluster, plan.cluster_weights))
+        scheduling = _scheduling(plan, style, weights, is_marked=is_marked)
+        resting = plan.resting if scheduling.scheduler != "dh" else ()
+        return VirtualServer(scheduling, graceful, endpoints, weights=weights, resting=resting)
 
-    external = plan.local if plan.external_policy_local else plan.cluster
+    def key(address: Address, port: int) -> ServerKey:
+        return ServerKey(style.family, 0, address, plan.key.protocol, port)
+
+    external = virtual(is_local=plan.external_policy_local)
     # Such a server yields to a VIP that is an address of the node and has the same port number.
     for address in style.node_port_addresses if plan.node_port else ():
-        yield server(address, plan.node_port, external, of_node_port=True)
+        yield key(address, plan.node_port), external._replace(of_node_port=True)
     for address in plan.external_addresses:
-        yield server(address, plan.port, external)
+        yield key(address, plan.port), external
     if plan.cluster_ip is not None:
-        internal = plan.local if plan.internal_policy_local else plan.cluster
-        yield server(plan.cluster_ip, plan.port, internal)
+        yield key(plan.cluster_ip, plan.port), virtual(is_local=plan.internal_policy_local)
     if has_short_circuit(plan):
-        if plan.affinity_seconds:
-            # A persistent virtual server with a mark sends connections to the dialled port of its real
-            # servers instead of the endpoint's port (ip_vs_sched_persist in ip_vs_core.c).
-            scheduling = Scheduling(_source_hashing(style.scheduler), HASH_FALLBACK)
-        yield ServerKey.marked(style.family, mark), VirtualServer(scheduling, graceful, plan.cluster)
+        yield ServerKey.marked(style.family, mark), virtual(is_local=False, is_marked=True)
 
 
-def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
-    flags = _HASHING.get(style.scheduler, 0)
-    if plan.affinity_seconds:
-        flags |= PERSISTENT
-    return Scheduling(style.scheduler, flags, plan.affinity_seconds)
+def _scheduling(
+    plan: ServicePlan, style: Style, weights: Weights, *, is_marked: bool
+) -> Scheduling:  # fmt: skip
+    """Return the scheduling among endpoints with *weights*. *is_marked*: of the short circuit."""
+    scheduler = style.scheduler
+    if weights and (weighted := _BY_WEIGHT.get(scheduler, scheduler)) not in style.missing:
+        scheduler = weighted
+    flags = _HASHING.get(scheduler, 0)
+    if plan.hash_by:
+        flags = _BY_HASH[plan.hash_by]
+        scheduler = "sh" if "mh" in style.missing else "mh"
+    if not plan.affinity_seconds:
+        return Scheduling(scheduler, flags)
+    if is_marked:
+        # A persistent virtual server with a mark sends connections to the dialled port of its real servers
+        # instead of the endpoint's port (ip_vs_sched_persist in ip_vs_core.c).
+        return Scheduling(_source_hashing(scheduler), HASH_FALLBACK)
+    return Scheduling(scheduler, flags | PERSISTENT, plan.affinity_seconds)
 
 
 def _source_hashing(configured: str) -> str:

@@ -23,7 +23,7 @@ from kproxy_nftables.wanted import (
 )
 
 Slots = tuple[Destination, ...]
-"""Endpoints in the order of their indices."""
+"""Endpoints in the order of their indices; those with a weight at several."""
 
 _Values = dict[tuple[str, bytes], Value]
 """Values of elements by container and key."""
@@ -145,9 +145,12 @@ def held_elements(held: Held) -> list[Element]:
 
 
 def hold(plan: ServicePlan, old: Held | None) -> Held:
-    """Return *plan* with its endpoints at the indices that need the fewest writes."""
-    if old is None:
-        return Held(plan, plan.cluster, plan.local)
+    """Return *plan* with its endpoints at the indices that need the fewest writes.
+
+    With weights or a hash, they are at the indices that the plan says.
+    """
+    if old is None or not (plan.has_plain_choice and old.plan.has_plain_choice):
+        return Held(plan, plan.cluster_slots, plan.local_slots)
     return Held(
         plan,
         _follow(old.cluster, old.plan.cluster, plan.cluster), _follow(old.local, old.plan.local, plan.local))
@@ -310,7 +313,9 @@ def _replace(
 
 
 def recover(plan: ServicePlan, actual: Contents) -> Held:
-    """Return *plan* with its endpoints at the indices that they already have in the kernel."""
+    """Return *plan* with its endpoints at the indices that they have in the kernel, as `hold` does."""
+    if not plan.has_plain_choice:
+        return hold(plan, None)
     cluster: Slots = ()
     local: Slots = ()
     protocol = plan.key.protocol

@@ -19,17 +19,20 @@ from kproxy_core.linux.nft_rules import (
     MASQUERADE,
     RESET,
     VERDICT,
+    Field,
     among,
     ct_state,
     ct_status,
     destination_address,
     dnat_to_endpoint,
     equals,
+    hashed,
     is_local,
     offload,
     original_destination,
     random_number,
     reject,
+    source_address,
     vmap,
 )
 from kproxy_core.linux.nft_tables import (
@@ -47,6 +50,7 @@ from kproxy_core.linux.nft_tables import (
 from kproxy_core.linux.trial import FeatureProbe
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.plan.hashing import SEED
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
@@ -89,8 +93,12 @@ def _verdict_map(family: Family) -> list[Object]:
 
 
 def _random_endpoint(family: Family) -> list[Object]:
+    return _choice(family, random_number(2))
+
+
+def _choice(family: Family, number: Field) -> list[Object]:
     address, port = destination_address(family), DESTINATION_PORT_OF[Protocol.TCP]
-    key = (address, port, random_number(2))
+    key = (address, port, number)
     endpoints = Container("endpoints", (address, port, random_number(1)), (address, port))
     return [endpoints, Chain("rules", ((dnat_to_endpoint(family, key, "endpoints"),),))]
 
@@ -136,6 +144,11 @@ FEATURES = (
 FLOW_OFFLOAD = Feature(
     "flowtable", ("nf_flow_table", "nf_flow_table_inet", "nft_flow_offload"), _flowtable)
 """Needed by the option `flowtable` only."""
+
+
+HASH = Feature("choice of an endpoint by jhash", ("nft_hash",), lambda family: _choice(
+    family, hashed((source_address(family),), 2, SEED)))
+"""Needed by Services with the annotation ``kproxy.dev/hash`` only."""
 
 
 def can_own(kernel: Kernel) -> bool:

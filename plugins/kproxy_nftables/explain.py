@@ -141,7 +141,8 @@ class _Written(TableView):
         })  # fmt: skip
         wanted = node_elements(node)
         for one in plans:
-            wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
+            wanted += elements(one, enumerate(one.cluster_slots), enumerate(one.local_slots))
+            wanted += shared_elements(one)
         self._elements = {(container, key): value for container, key, value in wanted}
 
     def find(self, container: str, key: bytes) -> Value:

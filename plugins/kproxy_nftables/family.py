@@ -24,6 +24,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare
 from kproxy_nftables.batch import MOST_ELEMENTS
+from kproxy_nftables.detect import HASH, lacking
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.settings import FLOWTABLE
@@ -55,6 +56,7 @@ class FamilyState:
         self._extras = extras
         self._in_effect = extras
         """`_extras` without devices that did not exist at the last resync."""
+        self._hash_tried = False
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node of the last write; None: the next sync must be a resync."""
@@ -87,6 +89,7 @@ class FamilyState:
             raise TrustLost("the table has not been read yet")
         changes = self._applied.difference(changed)
         templates = skeleton.templates_behind(v for _, _, v in changes.adds if isinstance(v, str))
+        self._try_hash(templates)
         commands = self._rules_change(before, node, templates, changes)
         deletes, adds = changes.deletes, changes.adds
         if node.node_port_addresses != before.node_port_addresses:
@@ -109,6 +112,7 @@ class FamilyState:
         self._node = None
         self._find_devices()
         templates = skeleton.templates_of(plans.values())
+        self._try_hash(templates)
         layout = skeleton.layout(node, templates, all_owned(plans.values()), self._in_effect)
         held = self._kernel.held(self._family, constants(layout))
         if held is not None:
@@ -198,13 +202,24 @@ class FamilyState:
         objects: list[Object] = []
         if skeleton.rules_differ(before, node):
             objects += skeleton.skeleton(node, self._in_effect)
-            objects += skeleton.templates(node, self._templates | templates)
+            objects += skeleton.templates(node, self._templates | templates, self._in_effect)
         else:
             if not templates <= self._templates:
-                objects += skeleton.templates(node, templates - self._templates)
+                objects += skeleton.templates(node, templates - self._templates, self._in_effect)
             if node.service_cidrs != before.service_cidrs:
                 objects.append(skeleton.service_cidrs(node))
         return list(self._table.write([*objects, *changes.owned.values()]))
+
+    def _try_hash(self, templates: set[Template]) -> None:
+        """Try whether the kernel can hash clients, once, when a Service is the first to need it."""
+        if self._hash_tried or not any(template.hash_by for template in templates):
+            return
+        self._hash_tried = True
+        if problems := lacking(self._kernel, (self._family,), (HASH,)):
+            self._extras = self._extras._replace(without_hash=True)
+            self._in_effect = self._in_effect._replace(without_hash=True)
+            log.error("the annotation kproxy.dev/hash has no effect", extra={
+                "fields": {"family": self._family.label, "error": "; ".join(problems)}})
 
     def _find_devices(self) -> None:
         if not self._extras.flowtable:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Protocol
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.hashing import HashBy
 
 TABLE = "kproxy"
 
@@ -83,7 +84,11 @@ DROP = "drop"
 
 _TEMPLATE = re.compile(
     r"(tcp|udp|sctp)-(nodeport-)?(cluster|local|external|external-local|short-circuit)-(\d+)(?:-(\d+))?(-sticky)?"
+    r"(?:-by-(client|flow))?"
 )
+
+
+_HASHES: dict[str | None, HashBy] = {None: "", "client": "client", "flow": "flow"}
 
 
 class Template(NamedTuple):
@@ -93,19 +98,21 @@ class Template(NamedTuple):
     frontends. ``external-local``: those with external policy Local. ``short-circuit``: this
     node's pods on the way to those."""
     cluster: int
-    """Number of cluster-wide endpoints; 0 if the template does not use them."""
+    """Number of slots of cluster-wide endpoints; 0 if the template does not use them."""
     local: int
-    """Number of endpoints on this node; 0 if the template does not use them."""
+    """Number of slots of endpoints on this node; 0 if the template does not use them."""
     sticky: bool
     """With ClientIP session affinity."""
     node_port: bool
+    hash_by: HashBy = ""
 
     @property
     def name(self) -> str:
         prefix = f"{self.protocol.name.lower()}-{'nodeport-' if self.node_port else ''}"
         both = self.policy == "external-local"
         count = f"{self.cluster}-{self.local}" if both else self.local or self.cluster
-        return f"{prefix}{self.policy}-{count}{'-sticky' if self.sticky else ''}"
+        suffix = f"{'-sticky' if self.sticky else ''}{f'-by-{self.hash_by}' if self.hash_by else ''}"
+        return f"{prefix}{self.policy}-{count}{suffix}"
 
 
 def parse_template(chain: str) -> Template | None:
@@ -113,16 +120,18 @@ def parse_template(chain: str) -> Template | None:
     match = _TEMPLATE.fullmatch(chain)
     if match is None:
         return None
-    name, node_port, policy, first, second, sticky = match.groups()
+    name, node_port, policy, first, second, sticky, hash_by = match.groups()
     cluster, local = (0, int(first)) if policy == "local" else (int(first), int(second or 0))
-    return Template(Protocol[name.upper()], policy, cluster, local, bool(sticky), bool(node_port))
+    return Template(Protocol[name.upper()], policy, cluster, local, bool(sticky), bool(node_port),
+                    _HASHES[hash_by])
 
 
 @cache
 def goto_template(
-    protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool
+    protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool,
+    hash_by: HashBy = "",
 ) -> str:
-    return f"goto {Template(protocol, policy, cluster, local, sticky, node_port).name}"
+    return f"goto {Template(protocol, policy, cluster, local, sticky, node_port, hash_by).name}"
 
 
 def owned_name(key: ServicePortKey) -> str:

@@ -16,6 +16,7 @@ from kproxy_core.linux.nft_rules import (
     PORT,
     PROTOCOL,
     RESET,
+    SOURCE_PORT_OF,
     VERDICT,
     DataType,
     Field,
@@ -34,6 +35,7 @@ from kproxy_core.linux.nft_rules import (
     flip_mark,
     goto,
     has_mark,
+    hashed,
     is_local,
     jump,
     offload,
@@ -50,6 +52,7 @@ from kproxy_core.linux.nft_tables import Chain, Container, Flowtable, Hook, Layo
 from kproxy_core.model.address import Family, Protocol, outermost
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Destination
+from kproxy_core.plan.hashing import SEED
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
@@ -89,6 +92,8 @@ class Extras(NamedTuple):
     """Count new connections."""
     flowtable: tuple[str, ...] = ()
     """Devices between which established flows bypass the rules; empty: no flowtable."""
+    without_hash: bool = False
+    """The kernel has no ``jhash``: endpoints are chosen at random instead."""
 
     def limited_to(self, present: Collection[str]) -> Self:
         """Return the extras without devices that are not *present*: the kernel refuses those."""
@@ -108,7 +113,7 @@ def layout(
     node: NodeView, wanted: Collection[Template], owned: Mapping[str, Object], extras: Extras = NO_EXTRAS
 ) -> Layout:
     """Return all objects of one family's table, including those that service ports own."""
-    parts = [*skeleton(node, extras), *templates(node, wanted), *owned.values()]
+    parts = [*skeleton(node, extras), *templates(node, wanted, extras), *owned.values()]
     return {item.name: item for item in parts}
 
 
@@ -135,7 +140,9 @@ def offloading(extras: Extras) -> list[Object]:
     ), _FLOWTABLE_HOOK)]  # fmt: skip
 
 
-def templates(node: NodeView, wanted: Collection[Template]) -> list[Object]:
+def templates(
+    node: NodeView, wanted: Collection[Template], extras: Extras = NO_EXTRAS
+) -> list[Object]:  # fmt: skip
     """Return the *wanted* template chains and those that they jump to.
 
     Clients are recorded if there is a template with session affinity.
@@ -143,7 +150,7 @@ def templates(node: NodeView, wanted: Collection[Template]) -> list[Object]:
     chains: dict[str, Object] = {}
     for template in sorted(wanted):
         for needed in (*_leads_to(template), template):
-            chains[needed.name] = Chain(needed.name, _template_rules(node, needed))
+            chains[needed.name] = Chain(needed.name, _template_rules(node, needed, extras))
     if any(template.sticky for template in wanted):
         chains[_RECORD] = Chain(_RECORD, _record_rules(node.family))
         for name, place in _RECORDING_BASE_CHAINS.items():
@@ -283,7 +290,7 @@ def _leads_to(template: Template) -> list[Template]:
     return [short, short._replace(policy="external")]
 
 
-def _template_rules(node: NodeView, template: Template) -> tuple[Rule, ...]:
+def _template_rules(node: NodeView, template: Template, extras: Extras) -> tuple[Rule, ...]:
     family = node.family
     mark = set_mark(1 << node.masquerade_bit)
     rules: list[Rule] = []
@@ -306,10 +313,19 @@ def _template_rules(node: NodeView, template: Template) -> tuple[Rule, ...]:
     if template.sticky:
         sticky = maps.sticky_local if template.policy == "external-local" else maps.sticky
         rules.append((vmap((*address, L4_PROTOCOL, DESTINATION_PORT), sticky),))
-    number = random_number(template.local or template.cluster)
+    number = _number(template, family, extras)
     endpoints = (maps.local_endpoints if template.local else maps.endpoints)[template.protocol]
     key = (*address, DESTINATION_PORT_OF[template.protocol], number)
     return (*rules, (dnat_to_endpoint(family, key, endpoints),))
+
+
+def _number(template: Template, family: Family, extras: Extras) -> Field:
+    """Return the field that selects one of a template's slots."""
+    slots = template.local or template.cluster
+    if not template.hash_by or slots == 1 or extras.without_hash:
+        return random_number(slots)
+    port = (SOURCE_PORT_OF[template.protocol],) if template.hash_by == "flow" else ()
+    return hashed((source_address(family), *port), slots, SEED)
 
 
 def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> Statement:

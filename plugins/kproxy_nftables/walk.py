@@ -5,6 +5,7 @@ Knows the statements of `skeleton` and of kube-proxy's table. Any other rule mak
 
 import abc
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -214,10 +215,12 @@ class _Walk:
         chosen: list[Destination | None] = []
         for at in range(int(found["count"])):
             value = self._table.get(container, key + index(at))
-            where = parse_destination(value) if isinstance(value, bytes) else None
-            chosen.append(where)
+            chosen.append(parse_destination(value) if isinstance(value, bytes) else None)
+        slots = Counter(chosen)
+        for at, where in enumerate(chosen):
             text = f" : {format_socket(*where)}" if where else "  (missing)"
-            self._met(KernelObject(f"map {container}", f"{dialled} . {at}{text}"))
+            number = f"({slots[where]} of {len(chosen)})" if where and slots[where] > 1 else at
+            self._met(KernelObject(f"map {container}", f"{dialled} . {number}{text}"))
         self._chosen = chosen
         return _Translated()
 
@@ -326,7 +329,8 @@ _HANDLERS: dict[str, _Handler] = {
         lambda walk, shown, found: walk._packet.protocol.name == "TCP" and Outcome.REFUSED,
     r"reject": lambda walk, shown, found: Outcome.REFUSED,
     rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
-    rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})": _Walk._balance,
+    rf"(numgen random|jhash {_IP}saddr( \. \w+ sport)?) mod (?P<count>\d+)( seed 0x[0-9a-f]+)? "
+    rf"map @(?P<map>{_NAME})": _Walk._balance,
     r"(dnat (ip6? )?(addr \. port )?to )?numgen random mod \d+ v?map \{(?P<elements>[^}]+)\}":
         _Walk._balance_listed,
     _ENDPOINT.pattern: _Walk._only_endpoint,

@@ -17,7 +17,7 @@ Value = bytes | str | None
 Element = tuple[str, bytes, Value]
 
 Slot = tuple[int, Destination]
-"""An endpoint with its index."""
+"""An endpoint with its index, or one of its indices."""
 
 _PORT_KEY = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
@@ -62,7 +62,7 @@ def shared_elements(plan: ServicePlan) -> list[Element]:
 def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[Element]:
     """Return the elements that belong to this service port alone.
 
-    *cluster* and *local* are the plan's endpoints with their indices: all, or those to write. The data of an
+    *cluster* and *local* are the plan's slots with their indices: all, or those to write. The data of an
     endpoint is ``address . port``.
     """
     wanted: list[Element] = []
@@ -158,8 +158,8 @@ def internal_verdict(plan: ServicePlan) -> str:
         return names.DROP
     protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
     if plan.internal_policy_local:
-        return names.goto_template(protocol, "local", 0, len(plan.local), sticky, False)
-    return names.goto_template(protocol, "cluster", len(plan.cluster), 0, sticky, False)
+        return names.goto_template(protocol, "local", 0, len(plan.local_slots), sticky, False, plan.hash_by)
+    return names.goto_template(protocol, "cluster", len(plan.cluster_slots), 0, sticky, False, plan.hash_by)
 
 
 def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
@@ -173,9 +173,11 @@ def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
     protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
     if plan.external_policy_local:
         return names.goto_template(
-            protocol, "external-local", len(plan.cluster), len(plan.local), sticky, node_port
-        )
-    return names.goto_template(protocol, "external", len(plan.cluster), 0, sticky, node_port)
+            protocol, "external-local", len(plan.cluster_slots), len(plan.local_slots), sticky, node_port,
+            plan.hash_by,
+        )  # fmt: skip
+    return names.goto_template(
+        protocol, "external", len(plan.cluster_slots), 0, sticky, node_port, plan.hash_by)
 
 
 def affinity_groups(plan: ServicePlan) -> tuple[str, str]:

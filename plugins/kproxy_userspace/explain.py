@@ -1,6 +1,7 @@
 """Explanation of packets: the portals that they meet, and the relays behind them."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
@@ -114,11 +115,16 @@ def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> K
         return KernelSide(tuple(objects), fate, deviation=_NOT_RELAYED)
     endpoints = [Destination(parse_address(address), port) for address, port in relay.endpoints]
     where = f"port {port}" if port else "a free port"
-    texts = ", ".join(format_socket(*endpoint) for endpoint in endpoints) or "no endpoint: it refuses clients"
+    slots = Counter(endpoints)
+    texts = ", ".join(
+        f"{format_socket(*endpoint)}{f' ({number} of {len(endpoints)})' if number > 1 else ''}"
+        for endpoint, number in slots.items()
+    ) or "no endpoint: it refuses clients"  # fmt: skip
     shown = (*objects, KernelObject("relay", f"{where}: {texts}"))
     if not endpoints:
         return KernelSide(shown, Fate(Outcome.REFUSED, "the relay has no endpoint"), deviation=_RELAYED)
-    choices = tuple(EndpointShare(where, 1 / len(endpoints), masqueraded=True) for where in endpoints)
+    choices = tuple(
+        EndpointShare(where, number / len(endpoints), masqueraded=True) for where, number in slots.items())
     return KernelSide(shown, Fate(Outcome.FORWARDED, "relayed", choices), deviation=_RELAYED)
 
 

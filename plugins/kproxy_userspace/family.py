@@ -238,7 +238,8 @@ class FamilyState:
         if dialled is not None:
             frontend = dialled.address, int(dialled.protocol), dialled.port
         return Serve(relay.number, relay.service_port, want.protocol is Protocol.UDP, format_address(address),
-                     relay.port, want.endpoints, want.affinity_seconds, frontend)  # fmt: skip
+                     relay.port, want.endpoints, want.affinity_seconds, frontend, want.resting,
+                     want.hash_by)  # fmt: skip
 
     def _reserved_portals(
         self, relay: Relay, node: NodeView, unserved: dict[ServicePortKey, str]

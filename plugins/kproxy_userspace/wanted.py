@@ -12,7 +12,8 @@ from msgspec import Struct
 from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback, outermost
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 
@@ -60,10 +61,14 @@ class RelayName(NamedTuple):
 class Wanted(Struct, frozen=True):
     protocol: Protocol
     endpoints: tuple[Endpoint, ...]
+    """Of each slot."""
     affinity_seconds: int
     portals: tuple[Portal, ...]
     frontend: Frontend | None = None
     """The frontend that connections are counted for; None: they are not counted."""
+    resting: tuple[Endpoint, ...] = ()
+    """Endpoints of weight 0."""
+    hash_by: HashBy = ""
 
 
 def wanted(
@@ -79,13 +84,14 @@ def wanted(
     if protocol is Protocol.SCTP:
         return {}
     # Traffic policies require the client's address, which this mode does not preserve.
-    endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
+    endpoints = _endpoints(plan.cluster_slots if plan.cluster else plan.local_slots)
+    resting = _endpoints(plan.resting)
     if listen is None:
         portals = tuple(_portals(plan, node))
         alone = protocol is Protocol.TCP and bool(plan.affinity_seconds)
         return {
             RelayName(plan.key, alone=alone, frontend=frontend):
-                Wanted(protocol, endpoints, plan.affinity_seconds, of, frontend)
+                Wanted(protocol, endpoints, plan.affinity_seconds, of, frontend, resting, plan.hash_by)
             for frontend, of in (_by_frontend(portals) if counted else {None: portals}).items()
         }
     if len(listen) != plan.family.size:
@@ -94,9 +100,13 @@ def wanted(
     by_port = {frontend.port: frontend for frontend in last_first}  # of equal ports, the first one
     return {
         RelayName(plan.key, port):
-            Wanted(protocol, endpoints, plan.affinity_seconds, (), by_port.get(port))
+            Wanted(protocol, endpoints, plan.affinity_seconds, (), by_port.get(port), resting, plan.hash_by)
         for port in (plan.port, plan.node_port) if port
     }
+
+
+def _endpoints(destinations: Sequence[Destination]) -> tuple[Endpoint, ...]:
+    return tuple((format_address(where.address), where.port) for where in destinations)
 
 
 def _by_frontend(portals: Sequence[Portal]) -> dict[Frontend, tuple[Portal, ...]]:

@@ -26,6 +26,8 @@ NETWORK_OF = {
 """Clients, and the symbol of the network that each is in."""
 
 _SERVICES, _SLICES, _PORTS = 3, 2, 3
+_RESTING = {"kproxy.dev/weight": "0"}
+_WEIGHTS: tuple[Json, ...] = ({}, {}, {}, {}, _RESTING, {"kproxy.dev/weight": "30"})
 _CONDITIONS: tuple[Json, ...] = (
     {"ready": True}, {"ready": True}, {"ready": True}, {"ready": False},
     {"ready": False, "serving": True, "terminating": True},
@@ -151,7 +153,9 @@ class World:
         return Fate("reached", frozenset(chosen), masqueraded) if chosen else Fate("dropped")
 
     def _endpoints(self, service: str, name: str, protocol: str) -> dict[Where, Json]:
+        """Return the endpoints of a service port, without those that get no new connections."""
         found: dict[Where, Json] = {}
+        resting: dict[Where, bool] = {}
         for piece in sorted(self.slices.values(), key=lambda piece: str(piece["name"])):
             for port in piece["ports"] if piece["service"] == service else ():
                 if (port["name"], port["protocol"]) == (name, protocol):
@@ -159,7 +163,8 @@ class World:
                         where = endpoint["at"], port["port"]
                         if not (endpoint.get("terminating") and where in found):
                             found[where] = endpoint
-        return found
+                            resting[where] = piece["annotations"] == _RESTING
+        return {where: endpoint for where, endpoint in found.items() if not resting[where]}
 
     def _near(self, ready: dict[Where, Json]) -> set[Where]:
         for hint, here in (("forNodes", NODE), ("forZones", self.zone)):
@@ -209,7 +214,7 @@ class World:
         ports = [{"name": f"p{at}", "port": random.choice([8080, 8081, 8082]), "protocol": protocol}
                  for at in range(_PORTS) for protocol in ("TCP", "UDP") if random.random() < 0.9]
         return {"service": f"any{number}", "name": f"any{number}-{piece}", "ports": ports,
-                "endpoints": endpoints}
+                "endpoints": endpoints, "annotations": random.choice(_WEIGHTS)}
 
 
 def turns(attempts: Iterable[Attempt]) -> list[list[Attempt]]:

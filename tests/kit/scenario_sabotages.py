@@ -115,6 +115,7 @@ SCENARIOS: tuple[Sabotage, ...] = (
                _but(internal_policy_local=False)),
     OtherPlans("OldEndpoints", "one-address-twice", r"reached \['pod1'\]", _first_endpoints()),
     OtherPlans("NoAddress", "clusterip-tcp-and-udp-on-one-port", "x dropped", _but(cluster_ip=None)),
+    OtherPlans("NoWeights", "weights", r"got \d+ of 400, expected 75 %", _but(cluster_weights=())),
     LosesConnections(),
     MasqueradesPods(),
     KeepsDeletedServices(),

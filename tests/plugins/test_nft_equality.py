@@ -23,12 +23,14 @@ from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.linux.tracing import Match, marking_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
+from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.builders import node_view
 from kproxy_core.testing.conformance.features import everything
 from kproxy_nft import counting
 from kproxy_nftables import skeleton
 from kproxy_nftables.detect import TEMPLATES
+from kproxy_nftables.names import Template
 from kproxy_nftables.skeleton import Extras, all_owned
 from kproxy_userspace.batch import nft_elements
 from kproxy_userspace.skeleton import nft_layout, nft_table
@@ -37,6 +39,7 @@ from tests.nft_releases.releases import BOOKWORM, RELEASES, TRIXIE, Release
 
 _LENGTH = 4
 """NFTA_BYTEORDER_LEN"""
+HASHES: tuple[HashBy, ...] = ("client", "flow")
 ADDRESS = {Family.IPV4: parse_address("10.96.0.1"), Family.IPV6: parse_address("fd00:96::1")}
 
 
@@ -95,7 +98,10 @@ def service_cases(family: Family) -> Iterator[Case]:
         "prefix": LocalSource(interface_prefix="veth"),
         "nothing": None,
     }
-    templates = {*TEMPLATES, *skeleton.templates_of(plans)}
+    by_hash = {
+        Template(protocol, "cluster", 1021, 0, False, node_port, hash_by)
+        for protocol in Protocol for node_port in (False, True) for hash_by in HASHES}
+    templates = {*TEMPLATES, *by_hash, *skeleton.templates_of(plans)}
     for what, source in sources.items():
         cidrs = "10.96.0.0/13 10.104.0.0/13 198.18.0.0/15" if ipv4 else "fd00:96::/112 fd00:97::/108"
         node = structs.replace(

@@ -106,40 +106,40 @@ def _cluster_ip(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
     elif node.local_source is not None:
         yield f"{_source(node, '!= ')} {_masquerade(bit)}"
     yield from _hairpin(plan, bit)
-    yield from _forward(plan, plan.local if plan.internal_policy_local else plan.cluster)
+    yield from _forward(plan, plan.local_slots if plan.internal_policy_local else plan.cluster_slots)
 
 
 def _external(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
     """Under Cluster masquerade every client. Local keeps its address; pods and the node use any endpoint."""
     if not plan.external_policy_local:
         yield _masquerade(bit)
-        yield from _forward(plan, plan.cluster)
+        yield from _forward(plan, plan.cluster_slots)
         return
     if plan.cluster:
         if node.local_source is not None:
             yield from _hairpin(plan, bit)
-            yield f"{_source(node)} {_dnat(plan, plan.cluster)}"
+            yield f"{_source(node)} {_dnat(plan, plan.cluster_slots)}"
         yield f"fib saddr type local {_masquerade(bit)}"
-        yield f"fib saddr type local {_dnat(plan, plan.cluster)}"
-    yield from _forward(plan, plan.local)
+        yield f"fib saddr type local {_dnat(plan, plan.cluster_slots)}"
+    yield from _forward(plan, plan.local_slots)
 
 
-def _forward(plan: ServicePlan, endpoints: Sequence[Destination]) -> Iterator[str]:
-    """Forward to one of *endpoints*. Without any, reject if no node has one, else drop."""
-    if endpoints:
-        yield _dnat(plan, endpoints)
+def _forward(plan: ServicePlan, slots: Sequence[Destination]) -> Iterator[str]:
+    """Forward to the endpoint in one of *slots*. Without any, reject if no node has one, else drop."""
+    if slots:
+        yield _dnat(plan, slots)
     elif plan.has_endpoints:
         yield "drop"
     else:
         yield "reject with tcp reset" if plan.key.protocol is Protocol.TCP else "reject"
 
 
-def _dnat(plan: ServicePlan, endpoints: Sequence[Destination]) -> str:
+def _dnat(plan: ServicePlan, slots: Sequence[Destination]) -> str:
     ip, protocol = NFT_FAMILY[plan.family], plan.key.protocol.name.lower()
-    if len(endpoints) == 1:
-        return f"meta l4proto {protocol} dnat to {format_socket(*endpoints[0])}"
-    targets = ", ".join(f"{n} : {format_address(to.address)} . {to.port}" for n, to in enumerate(endpoints))
-    return f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(endpoints)} map {{ {targets} }}"
+    if len(slots) == 1:
+        return f"meta l4proto {protocol} dnat to {format_socket(*slots[0])}"
+    targets = ", ".join(f"{n} : {format_address(to.address)} . {to.port}" for n, to in enumerate(slots))
+    return f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(slots)} map {{ {targets} }}"
 
 
 def _hairpin(plan: ServicePlan, bit: int) -> Iterator[str]:

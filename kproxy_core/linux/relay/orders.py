@@ -34,6 +34,10 @@ class Serve(NamedTuple):
     affinity_seconds: int
     frontend: Dialled | None = None
     """Count connections for this frontend; see `Count`. None: count none."""
+    resting: tuple[Endpoint, ...] = ()
+    """Endpoints that get no new connections and keep those that they have."""
+    hash_by: str = ""
+    """``client`` or ``flow``: what selects one of `endpoints`, which are slots; "": they take turns."""
 
 
 class ReportCounts(NamedTuple):

@@ -196,11 +196,12 @@ class WorkerPool:
     def _command(self, number: int, worker: Worker, relay: int) -> Order | None:
         """Return the order about *relay* for worker *number*, None if it needs none."""
         serve, held = self._wanted.get(relay), worker.served.get(relay)
+        has_resting = serve is not None and bool(serve.resting)
         if serve is not None and not serve.endpoints:
             serve = None
         if serve is not None and (not serve.affinity_seconds or serve.service_port % self._count == number):
             return None if held == serve else serve
-        return None if held is None else Close(relay, endpoints_removed=serve is None)
+        return None if held is None else Close(relay, endpoints_removed=serve is None and not has_resting)
 
     def _replace_ended(self) -> set[int]:
         """Replace workers that have exited. Return the numbers of the new ones."""

@@ -195,7 +195,7 @@ class TcpListener:
                     self.events.timeouts(_PAUSE).call(self._accept_again)
                     return False
                 continue  # This client disconnected; accept(2) lists many reasons.
-            Connection(self, client, address[0]).dial()
+            Connection(self, client, *address[:2]).dial()
         return True
 
     def _accept_again(self) -> None:
@@ -305,14 +305,15 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_began", "_client", "_counted", "_directions", "_host", "_server", "_writable",
-        "endpoint", "listener",
+        "_attempt", "_began", "_client", "_counted", "_directions", "_host", "_port", "_server",
+        "_writable", "endpoint", "listener",
     )  # fmt: skip
 
-    def __init__(self, listener: TcpListener, client: socket.socket, host: str) -> None:
+    def __init__(self, listener: TcpListener, client: socket.socket, host: str, port: int) -> None:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
+        self._port = port
         self._counted = listener.counted
         self._server: socket.socket | None = None
         self.endpoint: Endpoint | None = None
@@ -339,7 +340,8 @@ class Connection:
                 listener.events.timeouts(_PAUSE).call(partial(self._dial_again, self._attempt))
                 return
             self._began = time.monotonic_ns()
-            endpoint = listener.balancer.choose(self._host, self._began / 1e9, is_retry=self._attempt > 0)
+            endpoint = listener.balancer.choose(
+                self._host, self._began / 1e9, is_retry=self._attempt > 0, port=self._port)
             if endpoint is None:
                 server.close()
                 break
@@ -576,7 +578,7 @@ class UdpRelay:
         self.events.close(self._sock)
 
     def _new_flow(self, key: FlowKey) -> "ClientFlow | None":
-        endpoint = self.balancer.choose(key.client[0], time.monotonic())
+        endpoint = self.balancer.choose(key.client[0], time.monotonic(), port=key.client[1])
         if endpoint is None:
             return None
         try:

@@ -156,7 +156,7 @@ class RelayWorker:
         if order.affinity_seconds:
             clients = self._clients.setdefault(order.service_port, Clients(0))
             clients.seconds = order.affinity_seconds
-        if removed := relay.balancer.set_endpoints(order.endpoints, clients):
+        if removed := relay.balancer.set_endpoints(order.endpoints, clients, order.resting, order.hash_by):
             self._leave(relay, removed)
 
     def _open(self, order: orders.Serve) -> TcpListener | UdpRelay:

@@ -47,6 +47,8 @@ class Outcome:
     """The client's address as the endpoint saw it."""
     own_client: str = ""
     """The client's address as the client saw it; "" if the attempt failed before it was chosen."""
+    own_port: int = 0
+    """The client's port, of an attempt that reached an endpoint."""
 
     def __str__(self) -> str:
         if self.kind != REACHED:
@@ -165,7 +167,8 @@ class Conversation:
             data += piece
         answer = json.loads(data.splitlines()[-1])
         endpoint = symbol_of(answer["address"])
-        return Outcome(REACHED, endpoint, answer["port"], answer["client"], self._own_address())
+        return Outcome(REACHED, endpoint, answer["port"], answer["client"], self._own_address(),
+                       self._socket.getsockname()[1])
 
     def close(self) -> None:
         self._socket.close()

@@ -2,14 +2,22 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
 from typing import Any
 
+from kproxy_core.model.address import parse_address
+from kproxy_core.model.service import Destination
+from kproxy_core.plan.hashing import hash_slots, slot_of
 from kproxy_core.testing.network.addresses import expand, is_node_address, resolve
 from kproxy_core.testing.network.dialing import BROKEN, DROPPED, REACHED, REFUSED, RESET, UNREACHABLE, Outcome
 
 UNIFORM_BOUND = 4.0
 """Bound on chi-square per degree of freedom. A fair balancer exceeds it about once in ten thousand probes
 (which are repeated in any case), a lopsided one always."""
+
+SHARE_BOUND = 6.5
+"""Bound on the distance of a number of connections to its mean, in standard deviations: a right balancer
+exceeds it once in ten billion probes."""
 
 Attempts = Sequence[tuple[str | None, Outcome]]
 """Source addresses, and what became of the attempt from each."""
@@ -55,6 +63,8 @@ class Expectation:
             return 3
         if self._spec.get("uniform"):
             return max(200, 60 * len(self._wanted))
+        if "shares" in self._spec:
+            return 400
         return max(12, 16 * len(self._wanted))
 
     def judge(self, attempts: Attempts) -> str:
@@ -77,6 +87,8 @@ class Expectation:
             yield f"expected every attempt to be {self._outcome}"
         if self.answers:
             yield from self._endpoint_problems(outcomes)
+            yield from self._share_problems(outcomes)
+            yield from self._hash_problems(outcomes)
             yield from self._source_problems(outcomes)
             yield from self._affinity_problems(attempts)
 
@@ -92,6 +104,32 @@ class Expectation:
             chi2 = sum((tally[item] - mean) ** 2 / mean for item in self._wanted)
             if chi2 > UNIFORM_BOUND * max(3, len(self._wanted) - 1):
                 yield f"not spread evenly: {dict(tally)}"
+
+    def _share_problems(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
+        """Yield the endpoints whose number of connections cannot be chance, by their shares in percent."""
+        number = len(outcomes)
+        for symbol, percent in self._spec.get("shares", {}).items():
+            share = percent / 100
+            got = sum(symbol in (o.endpoint, f"{o.endpoint}:{o.port}") for o in outcomes)
+            if abs(got - number * share) > SHARE_BOUND * sqrt(number * share * (1 - share)):
+                yield f"{symbol} got {got} of {number}, expected {percent} %"
+
+    def _hash_problems(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
+        """Yield the first client that reached another endpoint than every node in every mode chooses."""
+        by = self._spec.get("by_hash")
+        if by is None:
+            return
+        symbols = {
+            Destination(parse_address(resolve(symbol, self._family)), int(port)): f"{symbol}:{port}"
+            for symbol, _, port in (item.partition(":") for item in self._wanted)}
+        slots = hash_slots(tuple(sorted(symbols)), ())
+        for outcome in outcomes:
+            port = outcome.own_port if by == "flow" else None
+            wanted = symbols[slots[slot_of(parse_address(outcome.own_client), port, len(slots))]]
+            if wanted != f"{outcome.endpoint}:{outcome.port}":
+                client = f"{outcome.own_client} at port {outcome.own_port}"
+                yield f"{client} reached another endpoint than {wanted}"
+                return
 
     def _source_problems(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
         source = self._spec.get("source")

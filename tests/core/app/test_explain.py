@@ -56,11 +56,11 @@ class Known:
     now: float = 0.0
     resort: LastResort | None = None
 
-    def serve(self, made: Service, piece: EndpointSlice) -> None:
-        found = plans(self.node, made, piece)
+    def serve(self, made: Service, *pieces: EndpointSlice) -> None:
+        found = plans(self.node, made, *pieces)
         self.plans |= found
         for port, key in zip(made.ports, found, strict=True):
-            self.pieces[key] = endpoints_of(port, {piece.name.name: piece})
+            self.pieces[key] = endpoints_of(port, {piece.name.name: piece for piece in pieces})
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
         return next((plan for plan in self.plans.values() if frontend in plan.frontends()), None)
@@ -247,6 +247,18 @@ def test_an_endpoint_in_quarantine_is_told_with_its_attempts() -> None:
     assert only(of, "10.96.0.1:80", "pod")["not_chosen"] == [
         {"endpoint": "10.1.2.2:8080",
          "because": "in quarantine for 12 s: 5 of 5 attempts unanswered"}]
+
+
+def test_weights_are_shares_and_those_of_zero_a_reason() -> None:
+    made = Known()
+    made.serve(service("shop/web", hash_by="client"), *(
+        endpoint_slice("shop/web", f"10.1.1.{n}", name=f"web-{n}", weight=weight)
+        for n, weight in ((1, 60), (2, 20), (3, 0))))
+    found = only(made, "10.96.0.1:80", "pod")
+    assert found["because"] == "internal traffic policy Cluster; a hash of the client's address decides"
+    assert {each["endpoint"]: round(each["share"], 2) for each in found["endpoints"]} == {
+        "10.1.1.1:8080": 0.75, "10.1.1.2:8080": 0.25}
+    assert found["not_chosen"] == [{"endpoint": "10.1.1.3:8080", "because": "weight 0: no new connections"}]
 
 
 def test_a_service_is_asked_about_at_all_its_frontends_by_senders_of_every_origin() -> None:

@@ -24,10 +24,12 @@ ONE, TWO, OTHER = destinations("10.1.1.1:8080 10.1.2.1:8080 10.1.3.1:8080")
 NODE = parse_address("192.0.2.10")
 
 
-def target(outcome: str = "forwarded", *endpoints: str, sticky: bool = False) -> dict[str, Any]:
+def target(
+    outcome: str = "forwarded", *endpoints: str, sticky: bool = False, rarest: float = 0
+) -> dict[str, Any]:
     return {"frontend": "10.96.0.10:80", "service_port": "shop/web", "outcome": outcome,
             "because": "a reason", "endpoints": list(endpoints), "sticky": sticky,
-            "ready": len(endpoints)}  # fmt: skip
+            "rarest": rarest or 1 / max(len(endpoints), 1), "ready": len(endpoints)}  # fmt: skip
 
 
 TWO_ENDPOINTS = target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080")
@@ -58,6 +60,8 @@ def test_connections_are_tried_until_each_endpoint_is_reached() -> None:
     assert connections(TWO_ENDPOINTS, 5) == 5
     assert connections(target("refused"), 20) == 1
     assert connections(target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080", sticky=True), 20) == 1
+    light = target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080", rarest=0.1)
+    assert connections(light, 100) == 77
     first = [Attempt(ANSWERED, ONE, NODE)]
     assert not is_settled(TWO_ENDPOINTS, first)
     assert is_settled(TWO_ENDPOINTS, [*first, Attempt(HUNG, TWO, NODE)])

@@ -1,10 +1,13 @@
 """The choice of an endpoint for a client."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.linux.relay.balancer import Balancer, Clients
 from kproxy_core.linux.relay.orders import Endpoint
+from kproxy_core.model.address import parse_address
+from kproxy_core.plan.hashing import slot_of
 
 A, B, C = ("10.0.0.1", 80), ("10.0.0.2", 80), ("10.0.0.3", 80)
 
@@ -68,6 +71,36 @@ def test_a_relay_that_closes_leaves_the_memory_to_others() -> None:
     assert [one.choose(client, 0.0) for client in "xy"] == [A, B]
     assert one.set_endpoints([], None) == [A, B]
     assert [other.choose(client, 0.0) for client in "yx"] == [B, A]
+
+
+def test_an_endpoint_takes_as_many_turns_as_it_has_slots() -> None:
+    one = balancer(A, A, A, B)
+    chosen = [one.choose("x", 0.0) for _ in range(40)]
+    assert (chosen.count(A), chosen.count(B)) == (30, 10)
+    assert one.set_endpoints([A, B], None) == []
+    assert [one.choose("x", 0.0) for _ in range(4)] == [A, B, A, B]
+
+
+def test_an_endpoint_of_weight_zero_is_not_chosen_and_not_removed_before_it_is_gone() -> None:
+    one = balancer(A, B, affinity=Clients(10))
+    assert one.choose("x", 0.0) == A
+    assert one.set_endpoints([B], Clients(10), [A]) == []
+    assert [one.choose("x", 1.0) for _ in range(2)] == [B, B]
+    assert one.set_endpoints([B], Clients(10)) == [A]
+
+
+@pytest.mark.parametrize("client", ["10.1.1.1", "fd00::1", "fe80::1%eth0"])
+def test_a_hash_of_the_client_chooses(client: str) -> None:
+    one = Balancer(lambda _: pytest.fail("slots have an order"))
+    slots = [A, B, C] * 7
+    one.set_endpoints(slots, None, (), "client")
+    address = parse_address(client.partition("%")[0])
+    assert one.choose(client, 0.0, port=7) == slots[slot_of(address, None, 21)]
+    assert one.choose(client, 0.0, port=8) == one.choose(client, 9.0, port=7)
+    one.set_endpoints(slots, None, (), "flow")
+    assert [one.choose(client, 0.0, port=port) for port in range(50)] == [
+        slots[slot_of(address, port, 21)] for port in range(50)]
+    assert {one.choose(client, 0.0, port=7, is_retry=True) for _ in range(3)} == {A, B, C}
 
 
 ENDPOINTS = st.lists(st.sampled_from([A, B, C]), unique=True)

@@ -5,6 +5,7 @@ from msgspec import structs
 
 from kproxy_core.app.changes import changes, changes_in_kernel, document
 from kproxy_core.model.address import Protocol, parse_address
+from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 
@@ -37,6 +38,22 @@ def test_a_change_names_endpoints_and_settings() -> None:
         "endpoint 10.1.2.1:8080 removed", "endpoint 10.1.3.1:8080 added",
         "seconds of session affinity: none becomes 60",
     ]  # fmt: skip
+
+
+def test_a_change_names_weights_and_hash() -> None:
+    def planned(one: int | None, two: int | None, hash_by: HashBy = "") -> ServicePlan:
+        slices = [endpoint_slice("web", f"10.1.{n}.1", name=f"web-{n}", weight=weight)
+                  for n, weight in ((1, one), (2, two))]
+        (plan,) = plans(NODE, service("web", hash_by=hash_by), *slices).values()
+        return plan
+
+    (change,) = changes([document(planned(None, None))], [document(planned(75, 25, "client"))])
+    assert change["details"] == [
+        "weights: none becomes 3 for 10.1.1.1:8080, 1 for 10.1.2.1:8080", "hash: none becomes client"]
+    (change,) = changes([document(planned(75, 25))], [document(planned(0, 25))])
+    assert change["details"] == [
+        "endpoint 10.1.1.1:8080 removed", "endpoint of weight 0 10.1.1.1:8080 added",
+        "weights: 3 for 10.1.1.1:8080, 1 for 10.1.2.1:8080 becomes none"]
 
 
 def test_a_kernel_is_compared_by_frontends_where_no_plans_are_known() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.hashing import SIZES, hash_slots, jhash, populate, slot_of
-from kproxy_core.testing.builders import addresses, destinations
+from kproxy_core.testing.builders import addresses, destinations, endpoint_slice, node_view, plans, service
 
 TEN = destinations(" ".join(f"10.1.{n}.{n + 10}:8080" for n in range(10)))
 FLOWS = [(addresses(f"10.2.{n >> 8 & 255}.{n & 255}")[0], 1024 + n * 7919 % 60000) for n in range(10_000)]
@@ -28,6 +28,24 @@ def test_the_example_of_the_paper() -> None:
 def test_the_hash(key: bytes, seed: int, value: int) -> None:
     """Those that Bob Jenkins' lookup3.c prints (driver5), from which linux/jhash.h comes."""
     assert jhash(key, seed) == value
+
+
+@pytest.mark.parametrize("by_port", [False, True])
+def test_two_nodes_choose_alike(by_port: bool) -> None:
+    """They learn of the endpoints in different slices and orders; each endpoint gets its share of flows."""
+    made = []
+    for node, order in ("node1", 1), ("node2", -1):
+        slices = [endpoint_slice("web", *(where_text(where) for where in part[::order]), name=f"web-{number}")
+                  for number, part in enumerate([TEN[:3], TEN[3:]][::order])]
+        web = service("web", hash_by="flow" if by_port else "client")
+        (plan,) = plans(node_view(node), web, *slices).values()
+        made.append(chosen(plan.cluster_slots, by_port=by_port))
+    assert made[0] == made[1]
+    assert all(900 < number < 1100 for number in Counter(made[0]).values())
+
+
+def where_text(where: Destination) -> str:
+    return ".".join(map(str, where.address))
 
 
 def chosen(slots: tuple[Destination, ...], *, by_port: bool) -> list[Destination]:

@@ -39,7 +39,7 @@ class Maps:
 
 
 def planned(
-    name: str, ends: frozenset[int], *, local: bool, affinity: int
+    name: str, ends: frozenset[int], *, local: bool, affinity: int, first: int | None = None
 ) -> dict[ServicePortKey, ServicePlan]:
     number = int(name[1:])
     endpoints = [endpoint(f"10.244.{1 + n % 2}.{n}", f"node{1 + n % 2}") for n in sorted(ends)]
@@ -48,21 +48,23 @@ def planned(
         service(
             name, f"80@{30000 + number}", ip=f"10.96.0.{number}", internal_local=local, affinity=affinity
         ),
-        *([endpoint_slice(name, *endpoints)] if endpoints else []),
+        *([endpoint_slice(name, *endpoints[1:], family=V4),
+           endpoint_slice(name, endpoints[0], name="first", weight=first)] if endpoints else []),
     )
 
 
 SERVICES = st.dictionaries(
     st.sampled_from(["s1", "s2", "s3"]),
-    st.tuples(st.frozensets(st.integers(1, 9)), st.booleans(), st.sampled_from([0, 60])),
+    st.tuples(st.frozensets(st.integers(1, 9)), st.booleans(), st.sampled_from([0, 60]),
+              st.sampled_from([None, None, 0, 1, 300])),
 )
-World = dict[str, tuple[frozenset[int], bool, int]]
+World = dict[str, tuple[frozenset[int], bool, int, int | None]]
 
 
 def all_plans(world: World) -> dict[ServicePortKey, ServicePlan]:
     found: dict[ServicePortKey, ServicePlan] = {}
-    for name, (ends, local, affinity) in world.items():
-        found |= planned(name, ends, local=local, affinity=affinity)
+    for name, (ends, local, affinity, first) in world.items():
+        found |= planned(name, ends, local=local, affinity=affinity, first=first)
     return found
 
 
@@ -100,8 +102,9 @@ def test_every_frontend_leads_to_as_many_slots_as_it_says(world: World) -> None:
     for value in found[names.FRONTENDS].values():
         service = parse_service(value)
         assert all(slot_key(service.identity, n) in found[names.SLOTS] for n in range(service.endpoints))
+        slots = {value for key, value in found[names.SLOTS].items() if key.startswith(service.identity)}
         remembered = [key for key in found[names.ENDPOINTS] if key.endswith(service.identity)]
-        assert len(remembered) == (service.endpoints if service.affinity_seconds else 0)
+        assert len(remembered) == (len(slots) if service.affinity_seconds else 0)
 
 
 def test_endpoints_that_move_to_other_slots_are_never_withdrawn() -> None:

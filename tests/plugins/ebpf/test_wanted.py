@@ -6,7 +6,9 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination, EndpointSlice, Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
+from kproxy_ebpf.applied import contents
 from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, frontend_key, node_port_key
+from kproxy_ebpf.names import ENDPOINTS
 from kproxy_ebpf.wanted import FrontendElement, Group, node_addresses, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -98,3 +100,25 @@ def test_loopback_serves_node_ports_to_the_node_alone() -> None:
     node = node_view(node_port_addresses="192.0.2.1", anywhere=True)
     values = {key[-4:]: value for key, value in node_addresses(node).items()}
     assert values == {parse_address("192.0.2.1"): b"\0\0\0\0", parse_address("127.0.0.1"): b"\1\0\0\0"}
+
+
+def test_an_endpoint_is_in_as_many_slots_as_its_weight() -> None:
+    (group,) = groups(plans(
+        NODE, service(), endpoint_slice("web", "10.244.2.1", weight=75),
+        endpoint_slice("web", "10.244.2.2", name="web-2", weight=25)))
+    assert group.endpoints == destinations("10.244.2.1:8080 10.244.2.1:8080 10.244.2.1:8080 10.244.2.2:8080")
+
+
+def test_rules_hash_the_source_which_is_unknown_when_a_socket_connects() -> None:
+    assert groups(plans(NODE, service(hash_by="client"), endpoint_slice("web", REMOTE))) == []
+
+
+def test_udp_sockets_keep_an_endpoint_of_weight_zero_and_clients_with_affinity_of_tcp_do_not() -> None:
+    def remembered(port: str, affinity: int) -> set[bytes]:
+        slices = [endpoint_slice("web", f"10.244.2.{n}", ports=[port], name=f"web-{n}", weight=n - 1)
+                  for n in (1, 2)]
+        made = plans(NODE, service("web", port, affinity=affinity), *slices)
+        return {key[15:16] for key in contents(made.values())[ENDPOINTS]}
+
+    assert remembered("53/UDP", 0) == {b"\1", b"\2"}
+    assert remembered("80/TCP", 60) == {b"\2"}

@@ -47,6 +47,13 @@ def test_affinity_is_limited_to_a_hundred_clients() -> None:
     assert caveat.lost
 
 
+def test_a_hash_has_no_effect() -> None:
+    [_, caveat] = found(EVERYWHERE, service("shop/web", hash_by="client"), "10.244.0.5")
+    assert caveat.what == (
+        "the annotation kproxy.dev/hash: client has no effect, endpoints are chosen at random")
+    assert (str(caveat.service_port), caveat.lost) == ("shop/web", True)
+
+
 def test_a_plain_service_has_no_deviations() -> None:
     assert found(EVERYWHERE, service("shop/web")) == [Caveat(OTHER_PORTS, lost=False)]
     assert list(kproxy_caveats(full_update(EVERYWHERE, {}), BackendSettings((Family.IPV4,)))) == []

@@ -64,6 +64,16 @@ def test_every_endpoint_has_the_same_chance(count: int) -> None:
     assert left == pytest.approx(0, abs=1e-6)
 
 
+def test_probabilities_follow_weights() -> None:
+    pieces = [endpoint_slice("web", f"10.244.0.{n}", name=f"web-{n}", weight=weight)
+              for n, weight in ((1, 60), (2, 30), (3, 10), (4, 0))]
+    (plan,) = plans(NODE, service("web"), *pieces).values()
+    chain = wanted(plan, style()).chains[service_chains(plan.key).cluster]
+    chance = r"-> ([\d.]+):8080\"(?: -m statistic --mode random --probability ([\d.]+))?"
+    assert re.findall(chance, chain) == [
+        ("10.244.0.1", "0.60000000009"), ("10.244.0.2", "0.75000000000"), ("10.244.0.3", "")]
+
+
 def test_rules_for_endpoints_are_in_the_order_of_their_texts_as_kube_proxys() -> None:
     piece = endpoint_slice("web", "10.244.0.1", "10.244.0.2", "10.244.0.10")
     (plan,) = plans(NODE, service("web"), piece).values()

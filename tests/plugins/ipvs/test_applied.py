@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
@@ -14,7 +15,7 @@ from kproxy_ipvs import applied as state
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare
 from kproxy_ipvs.batch import DeleteDestination, PutDestination, PutServer
-from kproxy_ipvs.wanted import Style
+from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling, ServerKey, Style, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1")
 STYLE = Style(
@@ -29,14 +30,23 @@ VARIANTS: list[dict[str, object]] = [
     {"external_ips": "198.51.100.1", "external_local": True},
     {"load_balancer_ips": "203.0.113.1", "source_ranges": "192.0.2.0/24", "affinity": 60},
     {"internal_local": True},
+    {"hash_by": "client", "external_ips": "198.51.100.1", "external_local": True, "affinity": 60},
+    {"hash_by": "flow"},
 ]
 
 
-def planned(name: str, *pods: str, variant: int = 0, port: str = "80", ip: str = "10.96.0.1") -> Changed:
+def planned(
+    name: str, *pods: str, variant: int = 0, port: str = "80", ip: str = "10.96.0.1",
+    first: int | None = None,
+) -> Changed:
+    """The plan of a Service; the first pod has the weight *first*."""
     svc: Service = service(name, port, ip=ip, **VARIANTS[variant])  # type: ignore[arg-type]
     where = [endpoint(f"10.244.{pod}", f"node{pod[0]}") for pod in pods]
     target = "8080/UDP" if "UDP" in port else "8080"
-    return dict(plans(NODE, svc, endpoint_slice(name, *where, ports=[target])))
+    ports = [target]
+    return dict(plans(
+        NODE, svc, endpoint_slice(name, *where[1:], ports=ports),
+        *([endpoint_slice(name, where[0], ports=ports, name=f"{name}-2", weight=first)] if where else [])))
 
 
 def deleted(name: str) -> Changed:
@@ -64,7 +74,41 @@ CHANGES: list[tuple[str, Changed, dict[str, int]]] = [
      {"servers": 2, "added_entries": 1}),
     ("persistence", planned("web", "1.5", "2.5", variant=3),
      {"servers": 4, "added_entries": 6, "added_addresses": 1}),
+    ("weights: another scheduler, another weight", planned("web", "1.5", "2.5", first=50), {"servers": 2}),
+    ("weight 0", planned("web", "1.5", "2.5", first=0), {"servers": 1, "deleted_entries": 1}),
+    ("a hash: another scheduler", planned("web", "1.5", "2.5", variant=5),
+     {"servers": 6, "added_entries": 3, "added_addresses": 1}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("configured", "variant", "first", "missing", "scheduling", "weights"), [
+    ("rr", 0, None, "", Scheduling("rr"), [1, 1]),
+    ("rr", 0, 50, "", Scheduling("wrr"), [1, 2]),
+    ("lc", 0, 50, "", Scheduling("wlc"), [1, 2]),
+    ("sed", 0, 50, "", Scheduling("sed"), [1, 2]),
+    ("rr", 0, 50, "wrr", Scheduling("rr"), [1, 2]),
+    ("rr", 0, 0, "", Scheduling("rr"), [0, 1]),
+    ("sh", 0, 50, "", Scheduling("sh", HASH_FALLBACK), [1, 2]),
+    ("rr", 6, None, "", Scheduling("mh", HASH_FALLBACK | HASH_PORT), [1, 1]),
+    ("rr", 6, 50, "mh", Scheduling("sh", HASH_FALLBACK | HASH_PORT), [1, 2]),
+    ("rr", 5, None, "", Scheduling("mh", HASH_FALLBACK | PERSISTENT, 60), [1, 1]),
+])
+def test_scheduling_by_weights_or_hash(
+    configured: str, variant: int, first: int | None, missing: str, scheduling: Scheduling, weights: list[int]
+) -> None:
+    (plan,) = planned("web", "1.5", "2.5", variant=variant, first=first).values()
+    assert plan is not None
+    style = replace(STYLE, scheduler=configured, missing=frozenset(missing.split()))
+    server = wanted(plan, style, 0).servers[ServerKey(Family.IPV4, 0, plan.cluster_ip, 6, 80)]
+    assert server.scheduling == scheduling
+    assert [weight for _, weight in sorted(server.real_servers.items())] == weights
+
+
+def test_a_real_server_of_weight_zero_is_not_drained_until_it_is_removed() -> None:
+    held = applied(planned("web", "1.5", "2.5"), planned("web", "1.5", "2.5", first=0))
+    difference = held.difference(planned("web", "2.5"), STYLE)
+    assert [where.port for _, where in difference.draining] == [8080]
+    assert difference.servers == []
 
 
 @pytest.mark.parametrize(("changed", "counts"), [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
@@ -176,10 +220,10 @@ class Kernel:
 
 PODS = st.lists(st.sampled_from(["1.5", "1.6", "2.5", "2.6"]), unique=True)
 SERVICES = st.builds(
-    lambda name, pods, variant, port: planned(
-        name, *pods, variant=variant, port=port.format(ord(name)), ip="10.96.0.1"),
+    lambda name, pods, variant, port, first: planned(
+        name, *pods, variant=variant, port=port.format(ord(name)), ip="10.96.0.1", first=first),
     st.sampled_from("abc"), PODS, st.integers(0, len(VARIANTS) - 1),
-    st.sampled_from(["{}", "{}/UDP", "{0}@300{0}"]),
+    st.sampled_from(["{}", "{}/UDP", "{0}@300{0}"]), st.sampled_from([None, None, 0, 50]),
 )  # fmt: skip
 STEPS = st.lists(
     st.tuples(st.one_of(SERVICES, st.builds(deleted, st.sampled_from("abc"))), st.booleans()), max_size=12

@@ -7,7 +7,7 @@ from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import full_update, node_view, plans, service
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ipvs.hooks import kproxy_caveats
 
 NODE = node_view(anywhere=True, node_port_addresses="192.0.2.1")
@@ -54,8 +54,21 @@ def test_node_ports_are_served_on_loopback_where_it_is_named() -> None:
       "session affinity of this node and its pods at external frontends ends when endpoints change"]),
     (service("shop/web", "9/SCTP"), ["SCTP is served if the IPVS of this kernel has it"]),
     (service("shop/web", internal_local=True, external_local=True, external_ips="203.0.113.1"), []),
-], ids=["affinity", "short affinity", "UDP", "frontends", "Local", "SCTP", "no affinity"])  # fmt: skip
+    (service("shop/web", hash_by="flow"),
+     ["IPVS hashes clients in a way of its own: nodes in other modes choose other endpoints"]),
+], ids=["affinity", "short affinity", "UDP", "frontends", "Local", "SCTP", "no affinity",
+        "hash"])  # fmt: skip
 def test_caveats_of_affinity_and_protocols(of: Service, expected: list[str]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat not in OF_ALL]
     assert [caveat.what for caveat in caveats] == expected
     assert all(str(caveat.service_port) == "shop/web" for caveat in caveats)
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [
+    ("rr", []), ("sed", []), ("dh", [
+    "the scheduler dh ignores weights, and connections to endpoints of weight 0 end"])])
+def test_one_scheduler_ignores_weights(scheduler: str, expected: list[str]) -> None:
+    slices = [endpoint_slice("web", f"10.1.1.{n}", name=f"web-{n}", weight=n) for n in (1, 2)]
+    update = full_update(NODE, plans(NODE, service("web"), *slices))
+    settings = BackendSettings((Family.IPV4,), options={"scheduler": scheduler})
+    assert [caveat.what for caveat in kproxy_caveats(update, settings) if caveat.service_port] == expected

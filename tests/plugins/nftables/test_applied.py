@@ -1,13 +1,19 @@
 """The difference between acknowledged and wanted elements."""
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kproxy_core.linux.nft_rules import rule_text
+from kproxy_core.linux.nft_tables import Chain
 from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements
+from kproxy_nftables.names import parse_template
+from kproxy_nftables.skeleton import Extras, templates, templates_of
 from kproxy_nftables.wanted import Element, Value, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -141,10 +147,15 @@ def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
             affinity=draw(st.sampled_from([0, 0, 10, 20])),
             internal_local=draw(st.booleans()),
             external_local=draw(st.booleans()),
+            hash_by=draw(st.sampled_from(["", "", "", "client", "flow"])),
         )
         hosts = draw(st.lists(st.integers(1, 9), max_size=6, unique=True))
         where = [endpoint(f"10.244.{1 + n % 2}.{n}", f"node{1 + n % 2}") for n in hosts]
-        found.update(plans(NODE, svc, endpoint_slice(f"web{number}", *where)))
+        weights = draw(st.tuples(*[st.sampled_from([None, None, 0, 1, 3])] * 2))
+        pieces = [
+            endpoint_slice(f"web{number}", *where[at::2], name=f"web{number}-{at}", weight=weights[at])
+            for at in range(2) if where[at::2]]
+        found.update(plans(NODE, svc, *pieces))
     return found
 
 
@@ -157,6 +168,7 @@ def without_index(elements: list[Element]) -> set[tuple[str, bytes, object]]:
 
 
 @given(st.lists(some_plans(), min_size=1, max_size=6))
+@settings(max_examples=50)  # A table of a hash has a thousand slots.
 def test_any_path_ends_in_the_elements_of_a_full_sync(
     states: list[dict[ServicePortKey, ServicePlan]],
 ) -> None:
@@ -176,6 +188,51 @@ def test_any_path_ends_in_the_elements_of_a_full_sync(
     final = [(container, key, value) for (container, key), value in kernel.items()]
     assert without_index(final) == without_index(full.adds)  # type: ignore[arg-type]
     assert len(final) == len(full.adds)
+
+
+def weighted(one: int | None, two: int | None, hash_by: HashBy = "") -> dict[ServicePortKey, ServicePlan]:
+    web = service("web", hash_by=hash_by)
+    slices = endpoint_slice("web", "10.244.2.1", weight=one), endpoint_slice(
+        "web", "10.244.2.2", name="web-2", weight=two)
+    return plans(NODE, web, *slices)
+
+
+@pytest.mark.parametrize(("made", "verdict", "slots"), [
+    (weighted(None, None), "goto tcp-cluster-2", "12"),
+    (weighted(75, 25), "goto tcp-cluster-4", "1112"),
+    (weighted(0, 25), "goto tcp-cluster-1", "2"),
+    (weighted(0, 0), "goto reject-traffic", ""),
+])
+def test_an_endpoint_has_as_many_elements_as_its_weight(
+    made: dict[ServicePortKey, ServicePlan], verdict: str, slots: str
+) -> None:
+    applied = Applied()
+    adds = applied.difference(made).adds
+    assert [value for container, _, value in adds if container == "vips"] == [verdict]
+    found = [value for container, _, value in adds if container == "tcp-vip-endpoints"]
+    assert [str(value[3]) for value in found if isinstance(value, bytes)] == list(slots)
+
+
+@pytest.mark.parametrize(("hash_by", "number"), [
+    ("client", "jhash ip saddr mod 1021 seed 0x6b70726f"),
+    ("flow", "jhash ip saddr . tcp sport mod 1021 seed 0x6b70726f"),
+])
+def test_a_hash_selects_a_slot_of_the_table(hash_by: HashBy, number: str) -> None:
+    made = weighted(None, None, hash_by)
+    (plan,) = made.values()
+    (template,) = templates_of([plan])
+    (chain,) = templates(NODE, [template])
+    assert isinstance(chain, Chain)
+    assert chain.name == f"tcp-cluster-1021-by-{hash_by}"
+    assert parse_template(chain.name) == template
+    wanted = f"dnat ip to ip daddr . tcp dport . {number} map @tcp-vip-endpoints"
+    assert rule_text(chain.rules[-1]) == wanted
+    held = Applied()
+    held.acknowledge(held.difference(made))
+    assert held.held[plan.key].cluster == plan.cluster_slots
+    (chain,) = templates(NODE, [template], Extras(without_hash=True))
+    assert isinstance(chain, Chain)
+    assert "numgen random mod 1021" in rule_text(chain.rules[-1])
 
 
 def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
