@@ -22,7 +22,7 @@ _SETTINGS = {
 }  # fmt: skip
 _SETS = {
     "frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "endpoint for policy Local",
-    "resting_endpoints": "endpoint of weight 0",
+    "resting_endpoints": "endpoint without new connections",
 }  # fmt: skip
 
 

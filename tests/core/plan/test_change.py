@@ -52,7 +52,7 @@ def test_a_change_names_weights_and_hash() -> None:
         "weights: none becomes 3 for 10.1.1.1:8080, 1 for 10.1.2.1:8080", "hash: none becomes client"]
     (change,) = changes([document(planned(75, 25))], [document(planned(0, 25))])
     assert change["details"] == [
-        "endpoint 10.1.1.1:8080 removed", "endpoint of weight 0 10.1.1.1:8080 added",
+        "endpoint 10.1.1.1:8080 removed", "endpoint without new connections 10.1.1.1:8080 added",
         "weights: 3 for 10.1.1.1:8080, 1 for 10.1.2.1:8080 becomes none"]
 
 
