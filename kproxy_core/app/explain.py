@@ -77,7 +77,7 @@ class Sender(NamedTuple):
 
 
 _SOCKET = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:/\[\]]+)):(?P<port>\d{1,5})(?:/(?P<protocol>\w+))?")
-_SERVICE = re.compile(r"(?:(?P<namespace>[a-z0-9-]+)/)?(?P<name>[a-z0-9-]+)(?::(?P<port>[a-z0-9.-]*))?")
+_SERVICE = re.compile(r"(?:(?P<namespace>[A-Za-z0-9-]+)/)?(?P<name>[a-z0-9-]+)(?::(?P<port>[a-z0-9.-]*))?")
 _FORMS = "ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]"
 
 

@@ -112,11 +112,17 @@ class _Identity(Struct, frozen=True):
     namespace: Any = None
 
 
+class _Identified(Struct, frozen=True):
+    metadata: _Identity | None = None
+    name: Any = None
+    """Of a kind without metadata."""
+
+
 _decode_raw_list = msgspec.json.Decoder(_List[Raw]).decode
 _decode_raw_line = msgspec.json.Decoder(_Line[Raw]).decode
 _decode_versioned = msgspec.json.Decoder(_Head[wire.ObjectMeta]).decode
 _decode_status = msgspec.json.Decoder(Status).decode
-_decode_identified = msgspec.json.Decoder(_Head[_Identity]).decode
+_decode_identified = msgspec.json.Decoder(_Identified).decode
 
 
 class Decoder(Protocol[V]):
@@ -214,7 +220,8 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     def _undecodable(self, refused: FieldError, data: bytes | Raw) -> Reading[V]:
         """Return the refusal of an object that can't be decoded, with its name if possible."""
         try:
-            meta = _decode_identified(data).metadata or _Identity()
+            found = _decode_identified(data)
+            meta = found.metadata or _Identity(found.name)
         except UNDECODABLE:
             meta = _Identity()
         return self.refused(refused, meta.name, meta.namespace)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kproxy_core.kube import decode
 from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS, SERVICES, Malformed
+from kproxy_core.kube.forward import Objects, WireForward, read_forward
 from kproxy_core.kube.reading import quoted, shown
 from kproxy_core.kube.yaml import NotYaml, documents
 from kproxy_core.linux import files
@@ -34,15 +35,19 @@ from kproxy_core.model.events import (
     SliceSet,
     limit_complaints,
 )
-from kproxy_core.model.service import EndpointSlice, ServiceName
+from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
 from kproxy_core.model.timing import Backoff
 
 log = logging.getLogger("kproxy.sources")
 
+FORWARDS = decode.Resource(
+    "Forward", "kproxy.dev/v1", "forwards", WireForward, read_forward, namespaced=False)
+
 RESOURCES: dict[str, decode.Resource[Any, Any]] = {
     resource.kind: resource
     for resource in (
-        decode.SERVICES, decode.ENDPOINT_SLICES, decode.ENDPOINTS, decode.NODES, decode.SERVICE_CIDRS
+        decode.SERVICES, decode.ENDPOINT_SLICES, decode.ENDPOINTS, decode.NODES, decode.SERVICE_CIDRS,
+        FORWARDS,
     )
 }
 """The kinds that a manifest may hold for a proxy. Other kinds are ignored."""
@@ -100,7 +105,10 @@ class Manifest:
         if reading.name is not None:
             self.objects.append(((resource.kind, reading.name), reading.value))
         for bad in reading.bad:
-            self.bad.append(bad if bad.name else structs.replace(bad, name=where))
+            if resource is FORWARDS and bad.name:
+                self.bad.append(structs.replace(bad, name=f"{bad.name} in {where}"))
+            else:
+                self.bad.append(bad if bad.name else structs.replace(bad, name=where))
 
     def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
         self.bad.append(BadObject(shown(kind), where, path, problem))
@@ -303,8 +311,11 @@ class Inventory:
             if kind == ENDPOINTS.kind:
                 mirrors[ServiceName(*name)] = None
                 continue
+            if kind == FORWARDS.kind:
+                events.extend(self._forward(key, old or (), new or ()))
+                continue
             if isinstance(new, ServiceSet | SliceSet):
-                new = replace(new, origin=f"file {shown(self._holders[key][0])}")
+                new = replace(new, origin=self._origin(key))
             events.append(RESOURCES[kind].gone(name) if new is None else new)
             if kind == ENDPOINT_SLICES.kind:
                 for change, event in ((1, new), (-1, old)):
@@ -314,6 +325,19 @@ class Inventory:
         for service in mirrors:
             events.extend(self._mirror(service))
         return events
+
+    def _origin(self, key: Key) -> str:
+        return f"file {shown(self._holders[key][0])}"
+
+    def _forward(self, key: Key, old: Objects, new: Objects) -> Iterator[Event]:
+        """Yield the events that lead from the objects of a Forward to others."""
+        known = {_name(event): event for event in old}
+        for event in new:
+            if known.pop(_name(event), None) == event:
+                continue
+            yield replace(event, origin=self._origin(key))
+        for name in known:
+            yield ServiceGone(name) if isinstance(name, ServiceName) else SliceGone(name)
 
     def _mirror(self, service: ServiceName) -> Iterator[Event]:
         """Yield the events that update the slices mirroring the Endpoints of *service*."""
@@ -339,6 +363,10 @@ class Inventory:
         for file in spares:
             if file not in reported:
                 yield _report(key, f"is in {shown(file)} as well; the one in {shown(first)} is used")
+
+
+def _name(event: ServiceSet | SliceSet) -> ServiceName | SliceName:
+    return event.service.name if isinstance(event, ServiceSet) else event.slice.name
 
 
 def _report(key: Key, problem: str) -> BadObject:

@@ -3,11 +3,27 @@
 from collections.abc import Iterable
 from typing import Any
 
-from kproxy_core.model.address import Address, Cidr, format_address
+from kproxy_core.model.address import Address, Cidr, format_address, format_socket
 from kproxy_core.model.duration import Duration
 from kproxy_core.model.service import Endpoint, EndpointSlice, Service
 
 Json = dict[str, Any]
+
+
+def encode_forward(service: Service, slices: Iterable[EndpointSlice]) -> Json:
+    """Return the Forward that stands for *service* and its *slices*, with the endpoints that are ready."""
+    listen = [
+        f"{where}/{port.protocol.name.lower()}" for port in service.ports for where in (
+            *(format_socket(address, port.port) for address in port.addresses),
+            *([f"node:{port.node_port}"] if port.node_port else ()))
+    ]
+    to = [
+        format_socket(endpoint.address, piece.ports[0].port)
+        + ("" if piece.weight is None else f" weight={piece.weight}")
+        for piece in slices for endpoint in piece.endpoints if endpoint.ready
+    ]
+    return {"apiVersion": "kproxy.dev/v1", "kind": "Forward", "name": service.name.name, "listen": listen,
+            "to": to}  # fmt: skip
 
 
 def encode_service(service: Service) -> Json:

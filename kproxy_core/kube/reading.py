@@ -202,7 +202,7 @@ def service_name(namespace: str, name: str | None) -> ServiceName:
     return ServiceName(namespace, sys.intern(checked_label(name, "metadata.name")))
 
 
-def checked_address(text: str | None, field: str, at: int) -> Address:
+def checked_address(text: str | None, field: str, at: int | str) -> Address:
     """Return the address *text* if it can receive traffic. *at* completes *field*. Raises FieldError."""
     try:
         address = parse_address(text or "")

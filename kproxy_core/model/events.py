@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kproxy_core.model.address import Cidr
 from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
+from kproxy_core.model.service import Check, EndpointSlice, Service, ServiceName, SliceName
 
 
 class ServiceSet(Struct, frozen=True, eq=False, gc=False):
@@ -37,9 +37,11 @@ class SliceSet(Struct, frozen=True, eq=False, gc=False):
     trigger_time: float | None = None
     """Time of the change that the slice reports (seconds since the epoch), from the
     annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
+    check: Check | None = None
+    """How its endpoints are checked; None: whoever made the slice knows which are ready."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SliceSet) and self.slice == other.slice
+        return isinstance(other, SliceSet) and (self.slice, self.check) == (other.slice, other.check)
 
 
 class SliceGone(Struct, frozen=True, gc=False):

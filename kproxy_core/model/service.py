@@ -64,10 +64,14 @@ class PortSpec(Struct, frozen=True, gc=False):
     port: int
     node_port: int = 0
     """0: none."""
+    addresses: tuple[Address, ...] = ()
+    """Addresses at which only this port is served, as load balancer IPs: those of a Forward."""
 
 
 class Service(Struct, frozen=True, gc=False, kw_only=True):
     """A Service with service ports: not headless, not of type ExternalName, not for another proxy.
+
+    Or the Service that a Forward stands for.
 
     Address tuples hold both families, in the order of the object.
     """
@@ -77,6 +81,7 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
     """``metadata.creationTimestamp`` (RFC 3339, UTC); "" if unknown. Decides between conflicting claims."""
     ports: tuple[PortSpec, ...]
     cluster_ips: tuple[Address, ...]
+    """Empty for a Forward, which is served in the families of its ports' addresses and of its endpoints."""
     external_ips: tuple[Address, ...] = ()
     load_balancer_ips: tuple[Address, ...] = ()
     """``status.loadBalancer.ingress`` of ipMode VIP."""
@@ -154,6 +159,15 @@ Candidate = tuple[Destination, Endpoint]
 
 Row = tuple[bytes, Candidate]
 """A candidate after its address and port in network order, by which candidates are sorted."""
+
+
+class Check(Struct, frozen=True, gc=False):
+    """How this node checks endpoints: by a TCP connection, or by a request over HTTP."""
+
+    every: float
+    """Seconds between two checks of an endpoint."""
+    path: str = ""
+    """The path that is requested; "": a connection is enough."""
 
 
 class EndpointSlice(Struct, frozen=True, dict=True):

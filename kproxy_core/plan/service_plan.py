@@ -38,7 +38,7 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     port: int
     """Port of the ClusterIP and of all external addresses."""
     cluster_ip: Address | None
-    """None if an older Service owns this frontend; likewise for the next three fields."""
+    """None if an older Service owns this frontend, as for the next three fields; and for a Forward."""
     external_ips: tuple[Address, ...] = ()
     """None of them is the ClusterIP or a load balancer IP."""
     load_balancer_ips: tuple[Address, ...] = ()
@@ -145,26 +145,30 @@ def plan_service(
 
     *slices* are the service's EndpointSlices of that family by name. *quarantined*: the endpoints of any
     Service that are in quarantine; None: this one uses all of its own. Empty if the Service has no ClusterIP
-    in the family.
+    in the family. A Forward has none at all: its ports are planned if they are served at an address of the
+    family, or at a node port with endpoints of the family.
     """
     cluster_ip = service.cluster_ip(node.family)
-    if cluster_ip is None:
+    if cluster_ip is None and service.cluster_ips:
         return ()
     # Each address is served in one way. Source ranges also apply to a load balancer IP that is an
     # external IP.
-    load_balancer_ips = of_family(service.load_balancer_ips, node.family, (cluster_ip,))
-    external_ips = of_family(service.external_ips, node.family, (cluster_ip, *load_balancer_ips))
+    own = (cluster_ip,) if cluster_ip is not None else ()
+    load_balancer_ips = of_family(service.load_balancer_ips, node.family, own)
+    external_ips = of_family(service.external_ips, node.family, (*own, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
     return tuple([
         _plan_port(service, port, endpoints_of(port, slices), weights_of(port, slices), node, cluster_ip,
-                   external_ips, load_balancer_ips, source_ranges, quarantined)
+                   external_ips, load_balancer_ips or of_family(port.addresses, node.family), source_ranges,
+                   quarantined)
         for port in service.ports
+        if own or of_family(port.addresses, node.family) or (port.node_port and slices)
     ])
 
 
 def _plan_port(
     service: Service, port: PortSpec, endpoints: Candidates, weights: Mapping[Destination, int],
-    node: NodeView, cluster_ip: Address, external_ips: tuple[Address, ...],
+    node: NodeView, cluster_ip: Address | None, external_ips: tuple[Address, ...],
     load_balancer_ips: tuple[Address, ...], source_ranges: tuple[Cidr, ...],
     quarantined: Quarantined | None,
 ) -> ServicePlan:

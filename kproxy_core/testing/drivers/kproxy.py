@@ -15,7 +15,7 @@ from kproxy_core.testing.apiserver.store import Store
 from kproxy_core.testing.drivers.driver import NO_OPTIONS, Options, ProxyDriver
 from kproxy_core.testing.network.addresses import NODE
 from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite.objects import Json, base_objects
+from kproxy_core.testing.suite.objects import Json, base_objects, key_of
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
@@ -63,8 +63,7 @@ class KproxyDriver(ProxyDriver):
         return [f"--manifests={self._manifests}"]
 
     def _path(self, obj: Mapping[str, Any]) -> Path:
-        meta = obj["metadata"]
-        return self._manifests / f"{obj['kind']}_{meta.get('namespace', '')}_{meta['name']}.yaml".lower()
+        return self._manifests / f"{'_'.join(key_of(obj))}.yaml".lower()
 
 
 class ThroughApiDriver(KproxyDriver):

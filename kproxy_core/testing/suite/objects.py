@@ -66,6 +66,8 @@ def build(entry: Mapping[str, Any], family: str) -> Json:
         return _service(made["service"], family)
     if "slice" in made:
         return _slice(made["slice"], family)
+    if "forward" in made:
+        return _forward(made["forward"], family)
     if made["kind"] not in ("Node", "ServiceCIDR", "Namespace"):
         made["metadata"].setdefault("namespace", "default")
     return made
@@ -129,6 +131,21 @@ def _slice(short: Json, family: str) -> Json:
     }  # fmt: skip
 
 
+def _forward(short: Json, family: str) -> Json:
+    def sockets(texts: list[str]) -> list[str]:
+        """Return *texts* with addresses for symbols; ``node`` is a word of Forwards here."""
+        pairs = [text.split(":", 1) for text in texts]
+        return [f"{host if host == 'node' else _in_brackets(resolve(host, family))}:{rest}"
+                for host, rest in pairs]
+
+    return {"apiVersion": "kproxy.dev/v1", "kind": "Forward", **short,
+            "listen": sockets(short["listen"]), "to": sockets(short["to"])}
+
+
+def _in_brackets(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
 def _type_of(family: str) -> str:
     return family.replace("ip", "IP")
 
@@ -141,4 +158,6 @@ def reference(text: str) -> Json:
 
 
 def key_of(obj: Mapping[str, Any]) -> Key:
-    return obj["kind"], obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
+    """Return the key of *obj*. A Forward, which has no metadata, has that of `reference`."""
+    meta = obj.get("metadata") or {"namespace": "default", "name": obj["name"]}
+    return obj["kind"], meta.get("namespace", ""), meta["name"]

@@ -22,6 +22,10 @@ __all__ = ["manifests", "node"]
 SHOP = Path(__file__).parents[3] / "examples" / "shop"
 CONFIG = Path(__file__).parents[3] / "examples" / "kproxy.yaml"
 
+FORWARD = """
+{apiVersion: kproxy.dev/v1, kind: Forward, name: lb, listen: ["203.0.113.20:443"], to: ["10.0.0.11:8443"]}
+"""
+
 
 def members(path: Path) -> dict[str, str]:
     with tarfile.open(path) as archive:
@@ -78,10 +82,14 @@ def test_without_a_proxy_an_archive_notes_it_and_has_the_rest(node: Namespace, t
 
 def test_objects_are_reported_without_a_proxy(node: Namespace, manifests: Path, tmp_path: Path) -> None:
     archive = tmp_path / "a.tar.gz"
+    (manifests / "lb.yaml").write_text(FORWARD)
     node.run(KPROXY, "report", str(archive), "--mode=iptables", f"--manifests={manifests}")
-    (packet,) = explained("10.1.9.9", "10.96.0.10:80", "--report", str(archive))
-    assert packet["kernel"]["mode"] == "iptables"
-    assert packet["endpoints"][0]["endpoint"] == "10.1.2.3:8080"
+    for to, endpoint in (("10.96.0.10:80", "10.1.2.3:8080"), ("Forward/lb", "10.0.0.11:8443")):
+        (packet,) = explained("10.1.9.9", to, "--report", str(archive))
+        assert packet["kernel"]["mode"] == "iptables"
+        assert packet["endpoints"][0]["endpoint"] == endpoint
+    assert (packet["frontend"]["service_port"], packet["frontend"]["origin"]) == (
+        "Forward/lb:443", "file lb.yaml")
 
 
 def test_an_archive_replaces_no_file(tmp_path: Path) -> None:
