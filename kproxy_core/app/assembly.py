@@ -68,7 +68,7 @@ from kproxy_core.observe.history import ChangeLog, SyncHistory
 from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.logs import innermost_calls
 from kproxy_core.observe.messages import Handler
-from kproxy_core.observe.metrics import Metrics, SyncMetrics
+from kproxy_core.observe.metrics import Metrics, SyncMetrics, measure_checks
 from kproxy_core.observe.pages import About, Debug, health_routes, metrics_routes
 from kproxy_core.observe.server import HttpServer
 from kproxy_core.plan.quarantine import Quarantined
@@ -277,6 +277,11 @@ class _Proxy:
             families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
         self._source = make_source(config, self._node.name, access, self._metrics.client.record)
+        if config.kproxy.manifests:
+            from kproxy_core.kube.checks import CheckedSource
+
+            checked = self._source = CheckedSource(self._source)
+            self._metrics.add_collector(lambda: [tuple(measure_checks(checked.results()))])
         self._store = make_store(config, families, self._source)
         self._events = make_events(config, self._node.name, access, self._metrics.client.record)
         self._events.report_node("Normal", "Starting")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kproxy_core.app.errors import NoAnswer
 from kproxy_core.contract.values import Caveat, KernelObject, KernelSide, Question
+from kproxy_core.kube.forward import NAMESPACE as FORWARDS
 from kproxy_core.model.address import (
     Address,
     Family,
@@ -450,6 +451,8 @@ def answer(
         quarantine = {where: sentence.reason(case.plans.now) for where, sentence in plan.quarantined}
         reasons = dict.fromkeys(plan.resting, _RESTING) | quarantine
         any_ready = any(endpoint.ready for where, endpoint in candidates if where not in reasons)
+        if plan.key.namespace == FORWARDS:
+            reasons |= {where: "its check fails" for where, endpoint in candidates if not endpoint.ready}
         found["not_chosen"] = [
             {"endpoint": format_socket(*where),
              "because": reasons.get(where) or _reason(endpoint, fate, node, any_ready=any_ready)}

@@ -33,6 +33,7 @@ from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.resets import ResetResult
 
 if TYPE_CHECKING:
+    from kproxy_core.kube.checks import Checked, Target
     from kproxy_core.kube.requests import ApiRequest
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no ..._created series
@@ -200,6 +201,21 @@ def _network_bytes() -> tuple[int | None, int | None]:
         return int(values["InOctets"]), int(values["OutOctets"])
     except (OSError, ValueError, KeyError, TypeError):
         return None, None
+
+
+# Checks of endpoints.
+
+def measure_checks(targets: Iterable[tuple["Target", "Checked"]]) -> Iterator[Measurement]:
+    for target, checked in targets:
+        results = (("success", checked.successes), ("failure", checked.failures),
+                   ("impossible", checked.impossible))  # fmt: skip
+        for result, number in results:
+            yield Measurement(
+                "kproxy_forward_checks_total", "Checks of Forwards' endpoints", "counter", number,
+                {**target.fields, "result": result})  # fmt: skip
+        yield Measurement(
+            "kproxy_forward_endpoint_left_out", "1: the check fails, so the endpoint is not used", "gauge",
+            checked.is_left_out, target.fields)  # fmt: skip
 
 
 # Requests to the API server.
