@@ -29,7 +29,7 @@ def printed_by(page: Path, directory: Path, *, between: str = "") -> str:
     """
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     script = between.join(block for block in blocks if block != "make env\n")
-    script = re.sub(r"/tmp/(hello|modes|debugging|ebpf|systemd)\b", str(directory), script)
+    script = re.sub(r"/tmp/(hello|modes|debugging|ebpf|standalone|systemd)\b", str(directory), script)
     ran = subprocess.run(
         [*_SANDBOX, _PRIVATE_DIRECTORY + script],
         cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_LONGEST,
