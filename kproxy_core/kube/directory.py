@@ -505,6 +505,10 @@ class DirectorySource:
                 return
             if not self._is_known(found[name]):
                 self._read_into(changes, name)
+                if self._scanned and isinstance(changes.get(name), Malformed):
+                    # It may be in the middle of being written, as in a directory that was just made.
+                    del changes[name]
+                    self._look_later(name, _Why.LINKED)
             if len(changes) == _BATCH:
                 self._apply(changes)
         self._scanned = True

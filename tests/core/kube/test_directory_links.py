@@ -260,6 +260,21 @@ def test_a_directory_removed_and_made_again(state: State, manifests: Path) -> No
     assert state.bad == []
 
 
+def test_a_file_that_is_being_written_while_its_new_directory_is_read(state: State, manifests: Path) -> None:
+    write(manifests / "web.yaml", service("web", port=80))
+    state.wait(serving(web=80))
+    shutil.rmtree(manifests)
+    new = manifests.with_name("new")
+    new.mkdir()
+    write(new / "first.yaml", service("first", port=80))
+    with (new / "other.yaml").open("w") as file:
+        new.rename(manifests)
+        state.wait(lambda s: "first" in s.services)
+        file.write(text(OTHER))
+    state.wait(serving(first=80, other=80))
+    assert state.bad == []
+
+
 def test_a_directory_that_is_a_link_pointed_elsewhere(tmp_path: Path) -> None:
     write(tmp_path / "v1" / "web.yaml", service("web", port=1))
     write(tmp_path / "v2" / "web.yaml", service("web", port=2))
