@@ -14,6 +14,7 @@ COMMANDS = {
     "explain": "Explain what happens to packets to a Service, and why.",
     "diff": "Compare what the kernel does with packets to what it should do.",
     "verify": "Connect to every Service by TCP, and report which endpoints answer.",
+    "doctor": "Find what on this node hurts Services.",
     "trace": "Watch the next packets to a Service, and show what happens to each.",
     "top": "Show the traffic of each Service, live.",
     "plan": "Show what would change on this node if other objects were served.",

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, attribute, attributes, messages
 from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
-from kproxy_core.model.address import Address, Family, family_of, is_loopback
+from kproxy_core.model.address import Address, Family, family_of, is_loopback, parse_address
 
 log = logging.getLogger("kproxy.host")
 
@@ -193,3 +193,8 @@ def interface_towards(address: Address) -> str:
             return interface_name(read_route(sock, address).interface)
         except OSError:
             return ""
+
+
+def default_interface(family: Family) -> str:
+    """Return the name of the interface of the default route; "" without one. Raises HostError."""
+    return interface_towards(parse_address(_ANYWHERE[family]))

@@ -77,11 +77,16 @@ INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kuberne
 ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 """Imports that look like input or output and are not: inet_pton and inet_ntop."""
 
-ONLY_ENCODE = ("kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables",
-               "kproxy_core.linux.relay.orders")
+ONLY_ENCODE = (
+    "kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables",
+    "kproxy_core.linux.nft_filters", "kproxy_core.linux.relay.orders",
+)
 """The pure modules of `linux`, which pure modules may import."""
 
-ONLY_ANSWERS = ("kproxy_core.app.changes", "kproxy_core.app.explain", "kproxy_core.app.verify")
+ONLY_ANSWERS = (
+    "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",
+    "kproxy_core.app.verify",
+)
 """The modules of other rooms that only compute."""
 
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
@@ -92,13 +97,14 @@ NAMES_A_BACKEND = frozenset(
         "config.settings", "config.check", "config.file", "config.flags",
         "testing.conformance.kernel_state", "testing.conformance.rendering", "testing.drivers.driver",
         "testing.suite.evidence", "testing.__main__", "cli.report", "cli.unit",
-        "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays",
+        "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays", "app.doctor", "cli.doctor",
+        "linux.node_state",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
-reports read the rules that iptables' programs left in a kernel; libnftables is the name of a library, and
-nftables.service the unit of a distribution that loads its rules; kube-proxy names its metrics of relays after
-the only mode that has any."""
+reports read the rules that iptables' programs left in a kernel; the doctor names settings, programs and modes
+that write chains of kube-proxy's; libnftables is the name of a library, and nftables.service the unit of a
+distribution that loads its rules; kube-proxy names its metrics of relays after the only mode that has any."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""

@@ -1,0 +1,138 @@
+"""``kproxy doctor``: what on this node hurts Services."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from kproxy_core.app.control import send_request
+from kproxy_core.app.doctor import CHECKS, Finding, Services, Stop, drop_findings, findings, samples, unclear
+from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.requests import Plans
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
+from kproxy_core.config.flags import RULES, SOURCES, Flags
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.libnftables import list_chain
+from kproxy_core.linux.listed_filters import ListedFilters
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nft_filters import Drop, drops
+from kproxy_core.linux.node_state import NodeState, read_node_state
+
+Found = Mapping[str, Any]
+
+
+def examine(flags: Flags, ignored: Collection[str] = ()) -> Found:
+    """Return what hurts Services on this node, but for *ignored* checks, and what could not be told.
+
+    The Services are those that *flags* name, else those of the running proxy, if there is one. Raises as
+    `cli_errors` expects.
+    """
+    problems: list[str] = []
+    services = _services(flags, problems)
+    state = read_node_state(services.endpoints if services else ())
+    found: list[Finding] = []
+    stops: list[Stop] = []
+    if state.tables:
+        try:
+            stops, chains = _stops(state, services)
+            found += drop_findings(stops, chains)
+        except HostError as error:
+            problems.append(str(error))
+    found += findings(state, services)
+    return {
+        "proxy": services.mode if services and services.is_running else "",
+        "findings": [finding._asdict() for finding in found if finding.check not in ignored],
+        "unclear": [*problems, *unclear(state, stops)],
+    }
+
+
+def _services(flags: Flags, problems: list[str]) -> Services | None:
+    if OBJECTS & set(flags):
+        from kproxy_core.app.answers import documents
+        from kproxy_core.cli.objects import read_objects
+
+        with read_objects(flags, this_machine=True) as objects:
+            return Services.of(objects.instance.mode, documents(objects.plans), is_running=False)
+    try:
+        plans = send_request(Plans())
+    except NoProxy:
+        return None
+    except RequestRefused as error:
+        problems.append(f"the Services are not known: {error}")
+        return None
+    return Services.of(plans["mode"], plans["plans"], is_running=True)
+
+
+def _stops(
+    state: NodeState, services: Services | None
+) -> tuple[list[Stop], Mapping[tuple[str, str], frozenset[str]]]:
+    """Return the places where filter chains end samples, and the chains of these tables. Raises HostError."""
+    stops: list[Stop] = []
+    with doing("read the filter chains"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        filters = ListedFilters(sock)
+        for sample in samples(state, services):
+            for hook in ("prerouting", "forward", "postrouting"):
+                ends = drops(filters, hook, sample.packet)
+                stops += [Stop(sample, drop, _text(drop)) for drop in ends]
+                if ends and ends[-1].is_certain:
+                    break
+        tables = {(stop.drop.family, stop.drop.table) for stop in stops}
+        return stops, {table: filters.chain_names(*table) for table in tables}
+
+
+def _text(drop: Drop) -> str:
+    """Return a rule as nft writes it; "" if it cannot."""
+    if not drop.handle:
+        return ""
+    try:
+        listed = list_chain(drop.family, drop.table, drop.chain, ["handle_output"])
+    except HostError:
+        return ""
+    mark = f" # handle {drop.handle}"
+    return next((line.strip().removesuffix(mark) for line in listed.splitlines() if line.endswith(mark)), "")
+
+
+def status_of(found: Found) -> int:
+    return 1 if found["findings"] else 0
+
+
+def as_text(found: Found) -> str:
+    lines: list[str] = []
+    for finding in found["findings"]:
+        lines += _finding(finding)
+    for problem in found["unclear"]:
+        lines.append(f"{hint('not known')}: {problem}")
+    if not found["findings"]:
+        lines.append(good("nothing on this node hurts Services"))
+    return "\n".join(lines)
+
+
+def _finding(finding: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{bad(finding['check'])}: {finding['what']}"
+    evidence: Sequence[str] = finding["evidence"]
+    yield from (f"  {faint(line)}" for line in evidence)
+    yield f"  remedy: {finding['remedy']}"
+
+
+@click.command("doctor", cls=FlagCommand)
+@click.option("--ignore", metavar="CHECK", type=click.Choice(CHECKS), multiple=True,
+              help=f"Leave out what this check finds; may be repeated. The checks are {', '.join(CHECKS)}.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def command(ignore: tuple[str, ...], output: str, **options: Any) -> int:
+    """Find what on this node hurts Services.
+
+    That is, among others, firewalls that drop forwarded packets, kernel settings, bridges, MTUs and other
+    service proxies, each with evidence and what helps. Nothing is written. Exit status: 1 with findings,
+    0 without.
+
+    The Services are those of the running proxy, if there is one, or of --manifests, --kubeconfig, --master or
+    --config.
+    """
+    with cli_errors():
+        found = examine(given(options), ignore)
+    show_answer(found, output, as_text)
+    return status_of(found)

@@ -1,0 +1,63 @@
+"""The network interfaces of this namespace (linux/if_link.h)."""
+
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from kproxy_core.linux.errors import doing
+from kproxy_core.linux.messages import NETLINK_ROUTE, Span, attributes, text
+from kproxy_core.linux.netlink import NetlinkSocket
+
+_RTM_GETLINK: Final = 18
+_IFINFOMSG: Final = struct.Struct("=BxHiII")
+_NAME, _MTU, _MASTER, _LINKINFO, _PEER_NAMESPACE = 3, 4, 10, 18, 37
+_KIND, _DATA, _PORT_DATA = 1, 2, 5
+_HAIRPIN, _CALLS_IP, _CALLS_IP6 = 4, 36, 37
+"""IFLA_BRPORT_MODE; IFLA_BR_NF_CALL_IPTABLES and _IP6TABLES."""
+_UP, _LOOPBACK, _PROMISCUOUS = 0x1, 0x8, 0x100
+
+
+class Link(NamedTuple):
+    number: int
+    name: str
+    kind: str
+    """``veth``, ``bridge``, ``vxlan``, ...; "" of hardware and of loopback."""
+    mtu: int = 1500
+    master: int = 0
+    """The number of the bridge or bond that it is a port of; 0: none."""
+    is_up: bool = True
+    is_loopback: bool = False
+    is_promiscuous: bool = False
+    leads_elsewhere: bool = False
+    """Its other end is in another network namespace, as that of a pod is."""
+    has_hairpin: bool = False
+    """Of a bridge's port: frames may leave by the port that they arrived at."""
+    calls: tuple[bool, bool] = False, False
+    """Of a bridge: whether it sends IPv4 and IPv6 packets through netfilter by itself."""
+
+
+def read_links() -> list[Link]:
+    """Return all interfaces. Raises HostError."""
+    with doing("read the interfaces"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        return sock.dump(_RTM_GETLINK, bytes(_IFINFOMSG.size), lambda answers: [*_parsed(answers)])
+
+
+def _parsed(answers: Iterator[Span]) -> Iterator[Link]:
+    for data, start, end in answers:
+        _, _, number, flags, _ = _IFINFOMSG.unpack_from(data, start)
+        found = attributes(data, start + _IFINFOMSG.size, end)
+        about = attributes(found.get(_LINKINFO, b""))
+        own, port = attributes(about.get(_DATA, b"")), attributes(about.get(_PORT_DATA, b""))
+        kind = text(about.get(_KIND, b""))
+        is_bridge = kind == "bridge"
+        yield Link(
+            number, text(found[_NAME]), kind, _number(found.get(_MTU, b"")), _number(found.get(_MASTER, b"")),
+            is_up=bool(flags & _UP), is_loopback=bool(flags & _LOOPBACK),
+            is_promiscuous=bool(flags & _PROMISCUOUS), leads_elsewhere=_PEER_NAMESPACE in found,
+            has_hairpin=any(port.get(_HAIRPIN, b"")),
+            calls=(is_bridge and any(own.get(_CALLS_IP, b"")), is_bridge and any(own.get(_CALLS_IP6, b""))))
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, sys.byteorder)

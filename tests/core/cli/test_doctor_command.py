@@ -1,0 +1,245 @@
+"""``kproxy doctor``: a network namespace for each hazard, and nothing found or changed in a clean one."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy_core.cli.doctor import examine
+from kproxy_core.config.flags import Flags
+from tests.core.cli.test_cli import WEB
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, running
+from tests.nft_releases.releases import TRIXIE
+
+OF_THE_MACHINE = ("clock", "cgroup", "kernel")
+"""Checks of what no network namespace has of its own."""
+
+FIREWALLD = """
+table inet firewalld {
+    chain filter_FORWARD {
+        type filter hook forward priority filter + 10; policy accept;
+        ct state { established, related } accept
+        iifname "lo" accept
+        ct state invalid drop
+        jump filter_FORWARD_ZONES
+        counter reject with icmpx admin-prohibited
+    }
+    chain filter_FORWARD_ZONES { iifname "trusted0" accept; }
+}
+"""
+UFW = """
+*filter
+:FORWARD DROP [0:0]
+:ufw-before-forward - [0:0]
+:ufw-user-forward - [0:0]
+-A FORWARD -j ufw-before-forward
+-A ufw-before-forward -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A ufw-before-forward -p icmp -m icmp --icmp-type 8 -j ACCEPT
+-A ufw-before-forward -j ufw-user-forward
+COMMIT
+"""
+DOCKER = """
+*filter
+:FORWARD DROP [0:0]
+:DOCKER-USER - [0:0]
+:DOCKER-FORWARD - [0:0]
+-A FORWARD -j DOCKER-USER
+-A FORWARD -j DOCKER-FORWARD
+-A DOCKER-FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A DOCKER-FORWARD -i docker0 -j ACCEPT
+COMMIT
+"""
+
+
+@contextmanager
+def clean() -> Iterator[Namespace]:
+    """Yield a node with a pod at a bridge, where nothing hurts Services."""
+    with namespace() as node, namespace() as pod:
+        node.ip(
+            "link add uplink type bridge", "address add 192.0.2.1/24 dev uplink", "link set uplink up",
+            "route add default via 192.0.2.254",
+            "link add cni0 type bridge", "address add 10.244.1.1/24 dev cni0", "link set cni0 up",
+            f"link add veth1 type veth peer name eth0 netns {pod.name}", "link set veth1 master cni0",
+            "link set veth1 up", "link set veth1 type bridge_slave hairpin on",
+        )  # fmt: skip
+        settings(node, "net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1")
+        yield node
+
+
+def settings(node: Namespace, *given: str) -> None:
+    node.run("sysctl", "-qw", *given)
+
+
+def found(node: Namespace, flags: Flags | None = None) -> dict[str, Any]:
+    """Return the findings by check, without those of the machine, and what is unclear."""
+    answer = node.inside(lambda: examine(flags or Flags(), OF_THE_MACHINE))
+    assert answer["unclear"] == []
+    return {finding["check"]: finding for finding in answer["findings"]}
+
+
+def state_of(node: Namespace) -> str:
+    """Return the rules and the settings of *node*, without the number of tracked connections."""
+    settings = node.run("sysctl", "-a", "-r", "^net").splitlines()
+    kept = [line for line in settings if not line.startswith("net.netfilter.nf_conntrack_count")]
+    return "\n".join((node.run("nft", "list", "ruleset"), node.run("iptables-save"), *kept))
+
+
+def test_a_clean_node_has_no_findings_and_is_not_changed() -> None:
+    with clean() as node:
+        node.nft("table inet own { chain c { type filter hook forward priority 0; counter accept; }; }")
+        before = state_of(node)
+        assert found(node) == {}
+        assert state_of(node) == before
+
+
+def test_an_ill_node_is_not_changed_either() -> None:
+    with clean() as node:
+        node.nft(FIREWALLD)
+        settings(node, "net.ipv4.ip_forward=0")
+        before = state_of(node)
+        assert {*found(node)} == {"firewall", "ip-forward"}
+        assert state_of(node) == before
+
+
+def by_iptables(rules: str) -> Callable[[Namespace], object]:
+    return lambda node: node.run("iptables-nft-restore", stdin=rules)
+
+
+def each(*actions: Callable[[Namespace], object]) -> Callable[[Namespace], object]:
+    return lambda node: [action(node) for action in actions]
+
+
+HAZARDS: dict[str, tuple[Callable[[Namespace], object], str, list[str]]] = {
+    "firewalld": (
+        lambda node: node.nft(FIREWALLD), "firewall",
+        ["nft table inet firewalld, chain filter_FORWARD, rule 5 rejects it (0 packets so far)",
+         "rule: counter packets 0 bytes 0 reject with icmpx admin-prohibited",
+         "a new connection from a pod (10.244.1.2, cni0) to another node (uplink), to a Service"]),
+    "ufw": (
+        by_iptables(UFW), "firewall",
+        ["nft table ip filter, chain FORWARD, its policy drops it (0 packets so far)"]),
+    "Docker": (
+        by_iptables(DOCKER), "firewall",
+        ["nft table ip filter, chain FORWARD, its policy drops it (0 packets so far)"]),
+    "a hand-written ruleset": (
+        lambda node: node.nft(
+            "table ip mine { chain c { type filter hook forward priority 0; policy drop; "
+            "ct state vmap { established : accept, related : accept, invalid : drop }; }; }"),
+        "firewall", ["nft table ip mine, chain c, its policy drops it"]),
+    "ip_forward": (
+        lambda node: settings(node, "net.ipv4.ip_forward=0"), "ip-forward", ["net.ipv4.ip_forward = 0"]),
+    "IPv6 forwarding": (
+        each(lambda node: node.ip("address add 2001:db8::1/64 dev uplink"),
+             lambda node: settings(
+                 node, "net.ipv6.conf.all.forwarding=0", "net.bridge.bridge-nf-call-ip6tables=1")),
+        "ip-forward", ["net.ipv6.conf.all.forwarding = 0"]),
+    "rp_filter": (
+        each(lambda node: node.ip("link add second type bridge", "address add 198.51.100.1/24 dev second",
+                                  "link set second up"),
+             lambda node: settings(node, "net.ipv4.conf.all.rp_filter=1")),
+        "rp-filter",
+        ["rp_filter is strict (1) on uplink, second", "interfaces with addresses: uplink, second"]),
+    "hairpin": (
+        lambda node: node.ip("link set veth1 type bridge_slave hairpin off"), "hairpin",
+        ["hairpin is off at veth1"]),
+    "bridge-nf-call-iptables": (
+        lambda node: settings(node, "net.bridge.bridge-nf-call-iptables=0"), "bridge-nf-call",
+        ["net.bridge.bridge-nf-call-iptables = 0", "bridge cni0 has 1 pods"]),
+    "MTU": (
+        lambda node: node.ip("link set uplink mtu 1400"), "mtu",
+        ["uplink has an MTU of 1400", "veth1 of a pod has one of 1500"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_each_hazard_is_found_with_evidence(name: str) -> None:
+    make, check, evidence = HAZARDS[name]
+    with clean() as node:
+        make(node)
+        findings = found(node)
+    assert {*findings} == {check}
+    finding = findings[check]
+    assert finding["evidence"][: len(evidence)] == evidence
+    assert finding["remedy"]
+    assert name not in ("firewalld", "ufw", "Docker") or finding["what"].startswith(f"{name} ")
+
+
+@pytest.mark.parametrize("accepting", [
+    "-A DOCKER-USER -s 10.244.0.0/16 -j ACCEPT\n-A DOCKER-USER -d 10.244.0.0/16 -j ACCEPT\n",
+    "-A DOCKER-USER -i cni0 -j ACCEPT\n-A DOCKER-USER -o cni0 -j ACCEPT\n",
+])
+def test_a_firewall_that_accepts_the_pods_is_no_hazard(accepting: str) -> None:
+    with clean() as node:
+        by_iptables(DOCKER.replace("COMMIT", f"{accepting}COMMIT"))(node)
+        assert found(node) == {}
+
+
+def test_a_rule_that_is_not_understood_makes_a_drop_unclear() -> None:
+    with clean() as node:
+        by_iptables(DOCKER.replace(
+            "COMMIT", "-A DOCKER-USER -m statistic --mode random --probability 0.5 -j ACCEPT\nCOMMIT"))(node)
+        answer = node.inside(lambda: examine(Flags(), OF_THE_MACHINE))
+    assert answer["findings"] == []
+    assert answer["unclear"] == [
+        "nft table ip filter, chain FORWARD, its policy drops it unless an earlier rule accepts it "
+        "(0 packets so far); not understood: match statistic in rule 1 of chain DOCKER-USER"]
+
+
+def test_a_table_of_a_newer_nft_is_named() -> None:
+    with clean() as node:
+        done = node.inside(lambda: TRIXIE.run(
+            "-f", "-", stdin="table inet theirs { set s { type ifname; }; }"))
+        assert done.returncode == 0, done.stderr
+        finding = found(node)["foreign-table"]
+    assert "table inet theirs" in finding["evidence"][0]
+
+
+def test_a_second_proxy_and_its_node_ports_are_found_beside_a_running_one(tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").write_text(WEB.replace(
+        "clusterIP: 10.96.0.10, ports: [{port: 80}]",
+        "type: NodePort, clusterIP: 10.96.0.10, ports: [{port: 80, nodePort: 30080}]"))
+    with clean() as node, running(node, "--mode=nftables", f"--manifests={tmp_path}") as proxy:
+        proxy.await_health()
+        settings(node, "net.ipv4.ip_local_port_range=30000 60999")
+        node.nft("table ip kube-proxy { }; table ip nat { chain KUBE-SERVICES { }; }")
+        done = json.loads(node.inside(lambda: _doctor("-o", "json")))
+    findings = {finding["check"]: finding for finding in done["findings"]}
+    assert done["proxy"] == "nftables"
+    assert {*findings} == {"second-proxy", "node-ports"}
+    assert findings["second-proxy"]["evidence"] == [
+        "kproxy: a running proxy in mode nftables", "kube-proxy: nft table ip kube-proxy",
+        "kube-proxy: chain KUBE-SERVICES in table ip nat"]
+    assert findings["node-ports"]["evidence"] == [
+        "net.ipv4.ip_local_port_range = 30000 60999", "node port 30080 of shop/web"]
+
+
+def _doctor(*words: str, status: int = 1) -> str:
+    ignored = [f"--ignore={check}" for check in OF_THE_MACHINE]
+    done = subprocess.run(
+        [KPROXY, "doctor", *ignored, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
+def test_the_exit_status_and_the_text_say_whether_anything_was_found() -> None:
+    with clean() as node:
+        assert node.inside(lambda: _doctor(status=0)) == "nothing on this node hurts Services\n"
+        settings(node, "net.ipv4.ip_forward=0")
+        assert node.inside(_doctor).splitlines() == [
+            "ip-forward: this node forwards no IPv4 packets", "  net.ipv4.ip_forward = 0",
+            "  remedy: sysctl -w net.ipv4.ip_forward=1, and the same in /etc/sysctl.d"]
+
+
+def test_names_of_other_programs_cannot_move_a_cursor() -> None:
+    with clean() as node:
+        node.ip("link set uplink down", "link set uplink name u\x1b[2Jp", "link set u\x1b[2Jp up",
+                "route add default via 192.0.2.254",
+                "link set u\x1b[2Jp mtu 1400")
+        shown = node.inside(_doctor)
+    assert "\x1b" not in shown
+    assert "u\\x1b[2Jp has an MTU of 1400" in shown
