@@ -4,6 +4,7 @@ commands that have read the objects themselves.
 A start imports nothing of this: the first question does.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,6 +22,7 @@ from kproxy_core.app.explain import (
     ReadablePlans,
     answer,
     cases,
+    decide_case,
     differences,
     packets_to,
     parse_sender,
@@ -28,6 +30,7 @@ from kproxy_core.app.explain import (
     stale,
     with_relay,
 )
+from kproxy_core.app.filters import places
 from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
@@ -43,7 +46,12 @@ from kproxy_core.kube.encode import (
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process
 from kproxy_core.linux.addresses import interface_towards
-from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.listed_filters import ListedFilters
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.modules import Modules, Presence
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nft_filters import Interface
 from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.modes.settings import ModeSettings
@@ -143,10 +151,36 @@ def explain_cases(
         of_family = [at for at, case in enumerate(found) if case.question.node.family is family]
         given = _kernel_sides(instance, [found[at] for at in of_family], live=live)
         sides |= dict(zip(of_family, given or (), strict=given is not None))
-    return [
+    answers = [
         answer(case, sides.get(at), mode=instance.mode, live=live, caveats=caveats[at])
         for at, case in enumerate(found)
     ]
+    if live:
+        for one, filters in zip(answers, _filters(found, sides), strict=True):
+            one["kernel"]["filters"] = filters
+    return answers
+
+
+def _filters(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[list[str]]:
+    """Return the places where filter chains of other programs end each packet, or why that is not known."""
+    if Modules().presence("nf_tables") not in (Presence.LOADED, Presence.BUILT_IN):  # Reading would load it.
+        return [[] for _ in found]
+    fates = [side.fate if (side := sides.get(at)) and side.fate else decide_case(case)
+             for at, case in enumerate(found)]
+    try:
+        with doing("read the filter chains of other programs"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            filters = ListedFilters(sock)
+            return [places(case, fate, filters, _interface) for case, fate in zip(found, fates, strict=True)]
+    except HostError as error:
+        return [[str(error)] for _ in found]
+
+
+def _interface(address: Address) -> Interface | None:
+    """Return the interface to which the route to *address* leads; None without one. Raises HostError."""
+    name = interface_towards(address)
+    with suppress(OSError):
+        return Interface(name, socket.if_nametoindex(name))
+    return None
 
 
 def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> list[Caveat]:

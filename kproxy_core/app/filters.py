@@ -6,7 +6,7 @@ from kproxy_core.app.explain import Case
 from kproxy_core.linux.nft_filters import NO_INTERFACE, Drop, FilteredPacket, Filters, Interface, drops
 from kproxy_core.model.address import Address
 from kproxy_core.observe.logs import printable
-from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own
+from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own, stand_in
 
 _MOST_ENDPOINTS = 20
 """Endpoints of one answer whose packets are followed."""
@@ -24,15 +24,11 @@ def places(
     """
     found: dict[str, None] = {}
     for choice in fate.choices[:_MOST_ENDPOINTS] if fate.outcome is Outcome.FORWARDED else ():
-        for hook, packet in _hooks(case, choice, towards):
-            at_hook = drops(filters, hook, packet)
-            found |= dict.fromkeys(map(place, at_hook))
-            if at_hook and at_hook[-1].is_certain:
-                break
+        found |= dict.fromkeys(map(place, drops(filters, _way(case, choice, towards))))
     return list(found)[:_MOST_PLACES]
 
 
-def _hooks(
+def _way(
     case: Case, choice: EndpointShare, towards: Callable[[Address], Interface | None]
 ) -> Iterator[tuple[str, FilteredPacket]]:
     """Yield the hooks that the packet passes on the way to an endpoint, each with the packet there."""
@@ -41,9 +37,13 @@ def _hooks(
     is_from_node = sent.origin is Origin.NODE
     is_to_node = is_own(where.address, question.node, question.addresses)
     out = _LOOPBACK if is_to_node else towards(where.address)
+    arrives = NO_INTERFACE if is_from_node else towards(sent.source)
+    if case.is_typical and sent.origin is Origin.POD and arrives == towards(
+            stand_in(Origin.OUTSIDE, question.node)):
+        arrives = None  # The route to an example's address says nothing about pods.
     packet = FilteredPacket(
         sent.family, sent.protocol, sent.source, where.address, where.port,
-        NO_INTERFACE if is_from_node else towards(sent.source), out, sent.destination, sent.port,
+        arrives, out, sent.destination, sent.port,
         is_translated=(where.address, where.port) != (sent.destination, sent.port),
         is_from_node=is_from_node, is_to_node=is_to_node, mark=None if choice.masqueraded else 0)
     if is_from_node:

@@ -74,11 +74,8 @@ def _stops(
     with doing("read the filter chains"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         filters = ListedFilters(sock)
         for sample in samples(state, services):
-            for hook in ("prerouting", "forward", "postrouting"):
-                ends = drops(filters, hook, sample.packet)
-                stops += [Stop(sample, drop, _text(drop)) for drop in ends]
-                if ends and ends[-1].is_certain:
-                    break
+            way = [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")]
+            stops += [Stop(sample, drop, _text(drop)) for drop in drops(filters, way)]
         tables = {(stop.drop.family, stop.drop.table) for stop in stops}
         return stops, {table: filters.chain_names(*table) for table in tables}
 

@@ -110,6 +110,8 @@ def _kernel(kernel: Mapping[str, Any]) -> Iterator[str]:
     for difference in kernel["differences"]:
         yield _line("", difference)
     yield from _table("", [(item["where"], faint(item["text"])) for item in kernel["objects"]])
+    for at, place in enumerate(kernel.get("filters", ())):
+        yield _line("" if at else "filters", bad(place))
 
 
 def _table(label: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:

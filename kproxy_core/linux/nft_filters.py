@@ -8,7 +8,7 @@ linux/netfilter/nf_tables.h, and of linux/netfilter/xt_*.h for rules of iptables
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from kproxy_core.linux.messages import attribute_spans, attributes, text
@@ -45,6 +45,7 @@ class FilteredPacket(NamedTuple):
     is_from_node: bool
     is_to_node: bool
     mark: int | None = 0
+    """At the first hook: chains may change it on the way."""
 
 
 class BaseChain(NamedTuple):
@@ -153,23 +154,27 @@ DSTNAT, CONNTRACK = -100, -200
 """Priorities of destination NAT and of connection tracking (NF_IP_PRI_NAT_DST, NF_IP_PRI_CONNTRACK)."""
 
 
-def drops(filters: Filters, hook: str, packet: FilteredPacket) -> list[Drop]:
-    """Return the places at *hook* where filter chains may end *packet*; no further ones after a certain one.
+def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
+    """Return the places where filter chains may end a packet; no further ones after a certain one.
 
-    *packet* is translated already; chains before the translation see it as it was. Tables of service proxies
-    are left out. Raises OSError.
+    *way* are the hooks in their order, each with the packet there, which is translated already: chains before
+    the translation see it as it was. Tables of service proxies are left out. Raises OSError.
     """
     found: list[Drop] = []
-    for chain in sorted(filters.base_chains(), key=lambda each: each.priority):
-        if chain.hook != hook or chain.type not in ("filter", "route"):
-            continue
-        if chain.family not in ("inet", packet.family.ip) or is_of_service_proxy(chain.table):
-            continue
-        walk = _Walk(filters, chain, _seen_by(chain, packet))
-        found += walk.ends()
-        packet = packet._replace(mark=walk.mark)
-        if found and found[-1].is_certain:
-            break
+    chains = sorted(filters.base_chains(), key=lambda each: each.priority)
+    mark: int | None = 0
+    for at, (hook, packet) in enumerate(way):
+        mark = mark if at else packet.mark
+        for chain in chains:
+            if chain.hook != hook or chain.type not in ("filter", "route"):
+                continue
+            if chain.family not in ("inet", packet.family.ip) or is_of_service_proxy(chain.table):
+                continue
+            walk = _Walk(filters, chain, _seen_by(chain, packet._replace(mark=mark)))
+            found += walk.ends()
+            mark = walk.mark
+            if found and found[-1].is_certain:
+                return found
     return found
 
 

@@ -130,3 +130,41 @@ def test_a_missing_capability_is_named(node: Namespace, manifests: Path, words: 
     )  # fmt: skip
     assert done.returncode == (2 if words[0] == "diff" else 1)
     assert "CAP_NET_ADMIN" in done.stderr.splitlines()[-1]
+
+
+FIREWALL = """
+table inet firewalld {
+    chain filter_FORWARD {
+        type filter hook forward priority filter + 10
+        ct state established accept
+        ip saddr 10.1.9.9 counter reject with icmpx admin-prohibited
+    }
+    chain filter_OUTPUT {
+        type filter hook output priority filter + 10
+        ip daddr 10.1.2.3 tcp dport 8080 meta skuid 1000 drop
+    }
+}
+"""
+
+
+def test_the_first_chain_of_another_program_that_drops_the_packet_is_named(
+    node: Namespace, manifests: Path
+) -> None:
+    node.ip("address add 192.0.2.1/24 dev lo", "route add default via 192.0.2.254 dev lo")
+    with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        node.nft(FIREWALL)
+
+        def places(sender: str) -> list[str]:
+            found: list[str] = kernel_of(
+                node.run(KPROXY, "explain", sender, "10.96.0.10:80", "-o", "json"))["filters"]
+            return found
+
+        assert places("10.1.9.8") == []
+        assert places("10.1.9.9") == [
+            "nft table inet firewalld, chain filter_FORWARD, rule 2 rejects it (0 packets so far)"]
+        assert places("node") == [
+            "nft table inet firewalld, chain filter_OUTPUT, rule 1 may drop it; "
+            "not understood: an unknown value in rule 1 of chain filter_OUTPUT"]
+        assert "\n  filters     nft table inet firewalld, chain" in node.run(
+            KPROXY, "explain", "10.1.9.9", "10.96.0.10:80")
