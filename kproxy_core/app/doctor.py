@@ -95,13 +95,13 @@ def _samples(state: NodeState, services: Services | None, family: Family) -> Ite
     if outside in ("", "lo", at_pod.name):
         return
     uplink = Interface(outside, numbers.get(outside, 0))
+    pod, node = f"a pod ({_told(source, at_pod)})", f"another node ({_told(remote, uplink)})"
     for is_translated in (True, False):
-        how = "to a Service" if is_translated else "without a Service"
         yield Sample(
-            f"from a pod ({_told(source, at_pod)}) to another node ({_told(remote, uplink)}), {how}",
+            f"from {pod} to {node}",
             _packet(family, source, remote, at_pod, uplink, is_translated=is_translated))
         yield Sample(
-            f"from another node ({_told(remote, uplink)}) to a pod ({_told(source, at_pod)}), {how}",
+            f"from {node} to {pod}",
             _packet(family, remote, source, uplink, at_pod, is_translated=is_translated))
 
 
@@ -187,8 +187,9 @@ _OWNERS: Final = (
         "ufw", "ufw default allow routed, or ufw route allow from NETWORK and ufw route allow to NETWORK",
         chains=("ufw-", "ufw6-")),
     _Owner(
-        "Docker", "set \"ip-forward-no-drop\": true in /etc/docker/daemon.json and then iptables -P FORWARD "
-        "ACCEPT, or accept the pods' networks in chain DOCKER-USER", chains=("DOCKER",)),
+        "Docker", "accept the pods' networks: iptables -I DOCKER-USER -s NETWORK -j ACCEPT, and the same "
+        "with -d; Docker leaves the policy alone if net.ipv4.ip_forward is 1 before it starts",
+        tables=("docker-bridges",), chains=("DOCKER",)),
 )
 _REMEDY = "accept packets from and to the pods' networks before this rule"
 
@@ -213,10 +214,19 @@ def drop_findings(
         whose = f"{owner.name} " if owner else "a filter of another program "
         found.append(Finding(
             "firewall", f"{whose}{'rejects' if drop.rejects else 'drops'} packets that this node forwards",
-            [place(drop), *([f"rule: {printable(text)}"] if text else []),
-             *(f"a new connection {printable(stop.sample.what)}" for stop in of_place)],
+            [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
+             *_ways(stop.sample for stop in of_place)],
             owner.remedy if owner else _REMEDY))
     return found
+
+
+def _ways(stopped: Iterable[Sample]) -> Iterator[str]:
+    ways: dict[str, list[str]] = {}
+    for sample in stopped:
+        ways.setdefault(sample.what, []).append(
+            "through Services" if sample.packet.is_translated else "directly")
+    for what, how in ways.items():
+        yield printable(f"new connections {what}, {' and '.join(how)}")
 
 
 # The other checks.
@@ -476,5 +486,5 @@ def unclear(state: NodeState, stops: Sequence[Stop]) -> list[str]:
     for table in state.legacy_tables:
         if table.partition(" ")[2] in ("filter", "mangle", "raw", "security"):
             found[f"table {printable(table)} of iptables-legacy is not read"] = None
-    found |= dict.fromkeys(place(stop.drop) for stop in stops if stop.drop.is_met and stop.drop.doubts)
-    return list(found)
+    doubtful = (stop.drop for stop in stops if stop.drop.is_met and stop.drop.doubts)
+    return list(found | dict.fromkeys(place(drop, "them") for drop in doubtful))

@@ -58,13 +58,16 @@ def _way(
         yield "postrouting", packet
 
 
-def place(drop: Drop) -> str:
-    """Return the place in words, as ``nft table inet firewalld, chain filter_FORWARD, rule 12 drops it``."""
+def place(drop: Drop, what: str = "it") -> str:
+    """Return the place in words, as ``nft table inet firewalld, chain filter_FORWARD, rule 12 drops it``.
+
+    *what* are the packets.
+    """
     rule = f"rule {drop.rule}" if drop.rule is not None else "its policy"
     verb = "reject" if drop.rejects else "drop"
-    verb = f"{verb}s it" if drop.is_met else f"may {verb} it"
+    verb = f"{verb}s {what}" if drop.is_met else f"may {verb} {what}"
     if drop.is_met and drop.doubts:
-        verb += " unless an earlier rule accepts it"
+        verb += f" unless an earlier rule accepts {what}"
     counted = "" if drop.packets is None else f" ({drop.packets} packets so far)"
     doubts = f"; not understood: {', '.join(drop.doubts[:3])}" if drop.doubts else ""
     if len(drop.doubts) > 3:

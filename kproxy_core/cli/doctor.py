@@ -1,12 +1,23 @@
 """``kproxy doctor``: what on this node hurts Services."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import click
 
 from kproxy_core.app.control import send_request
-from kproxy_core.app.doctor import CHECKS, Finding, Services, Stop, drop_findings, findings, samples, unclear
+from kproxy_core.app.doctor import (
+    CHECKS,
+    Finding,
+    Json,
+    Services,
+    Stop,
+    drop_findings,
+    findings,
+    samples,
+    unclear,
+)
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
@@ -24,17 +35,32 @@ from kproxy_core.linux.node_state import NodeState, read_node_state
 Found = Mapping[str, Any]
 
 
-def examine(flags: Flags, ignored: Collection[str] = ()) -> Found:
-    """Return what hurts Services on this node, but for *ignored* checks, and what could not be told.
+def read_services(flags: Flags) -> tuple[Services | None, str]:
+    """Return the Services that *flags* name, else those of the running proxy, and why those are not known.
 
-    The Services are those that *flags* name, else those of the running proxy, if there is one. Raises as
-    `cli_errors` expects.
+    None and "" without a running proxy. Raises as `cli_errors` expects.
     """
-    problems: list[str] = []
-    services = _services(flags, problems)
+    if OBJECTS & set(flags):
+        from kproxy_core.app.answers import documents
+        from kproxy_core.cli.objects import read_objects
+
+        with read_objects(flags, this_machine=True) as objects:
+            return Services.of(objects.instance.mode, documents(objects.plans), is_running=False), ""
+    try:
+        found = send_request(Plans())
+    except NoProxy:
+        return None, ""
+    except RequestRefused as error:
+        return None, f"the Services: {error}"
+    return Services.of(found["mode"], found["plans"], is_running=True), ""
+
+
+def examine(services: Services | None, ignored: Collection[str] = ()) -> Json:
+    """Return what hurts *services* on this node, but for *ignored* checks, and what could not be told."""
     state = read_node_state(services.endpoints if services else ())
-    found: list[Finding] = []
     stops: list[Stop] = []
+    found: list[Finding] = []
+    problems: list[str] = []
     if state.tables:
         try:
             stops, chains = _stops(state, services)
@@ -49,40 +75,24 @@ def examine(flags: Flags, ignored: Collection[str] = ()) -> Found:
     }
 
 
-def _services(flags: Flags, problems: list[str]) -> Services | None:
-    if OBJECTS & set(flags):
-        from kproxy_core.app.answers import documents
-        from kproxy_core.cli.objects import read_objects
-
-        with read_objects(flags, this_machine=True) as objects:
-            return Services.of(objects.instance.mode, documents(objects.plans), is_running=False)
-    try:
-        plans = send_request(Plans())
-    except NoProxy:
-        return None
-    except RequestRefused as error:
-        problems.append(f"the Services are not known: {error}")
-        return None
-    return Services.of(plans["mode"], plans["plans"], is_running=True)
-
-
 def _stops(
     state: NodeState, services: Services | None
 ) -> tuple[list[Stop], Mapping[tuple[str, str], frozenset[str]]]:
     """Return the places where filter chains end samples, and the chains of these tables. Raises HostError."""
     stops: list[Stop] = []
+    text = cache(_text)
     with doing("read the filter chains"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         filters = ListedFilters(sock)
         for sample in samples(state, services):
             way = [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")]
-            stops += [Stop(sample, drop, _text(drop)) for drop in drops(filters, way)]
+            stops += [Stop(sample, drop, text(drop)) for drop in drops(filters, way)]
         tables = {(stop.drop.family, stop.drop.table) for stop in stops}
         return stops, {table: filters.chain_names(*table) for table in tables}
 
 
 def _text(drop: Drop) -> str:
-    """Return a rule as nft writes it; "" if it cannot."""
-    if not drop.handle:
+    """Return the rule of a certain drop as nft writes it; "" if it cannot."""
+    if not drop.handle or not drop.is_certain:
         return ""
     try:
         listed = list_chain(drop.family, drop.table, drop.chain, ["handle_output"])
@@ -130,6 +140,9 @@ def command(ignore: tuple[str, ...], output: str, **options: Any) -> int:
     --config.
     """
     with cli_errors():
-        found = examine(given(options), ignore)
+        services, problem = read_services(given(options))
+    found = examine(services, ignore)
+    if problem:
+        found["unclear"].append(problem)
     show_answer(found, output, as_text)
     return status_of(found)

@@ -89,6 +89,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
             yield "diff.json", _text(send_request(Diff())["differences"])
         except (NoProxy, RequestRefused) as error:
             problems.append(f"diff: {error}")
+    yield "doctor.json", _doctor(about, is_running=not OBJECTS & set(flags))
     for name, text in kernel_state():
         yield f"kernel/{name}", text
     if problems:
@@ -189,6 +190,15 @@ def _machine(flags: Flags) -> str:
     return formatted(find_out(registry, "", configuration, load_modules=False), "json") + "\n"
 
 
+def _doctor(about: Json, *, is_running: bool) -> str:
+    """Return what hurts the Services of a proxy's report *about* them, which is empty without any."""
+    from kproxy_core.app.doctor import Services
+    from kproxy_core.cli.doctor import examine
+
+    services = Services.of(about["mode"], about["plans"], is_running=is_running) if about else None
+    return _text(examine(services))
+
+
 def _text(value: object) -> str:
     return json.dumps(value, indent=1) + "\n"
 
@@ -247,9 +257,9 @@ def command(file: str, output: str, **options: Any) -> None:
     """Write an archive for a bug report.
 
     It contains the version, configuration, objects, plans, kernel state, differences, metrics, the end of the
-    log, and which modes work on this machine: addresses and names of Services, but no secrets. They are those
-    of the running proxy, or of --manifests, --kubeconfig, --master or --config. `kproxy explain --report`
-    answers from the archive.
+    log, what `kproxy doctor` finds, and which modes work on this machine: addresses and names of Services,
+    but no secrets. They are those of the running proxy, or of --manifests, --kubeconfig, --master or
+    --config. `kproxy explain --report` answers from the archive.
 
     FILE must not exist; - is standard output. By default, the archive is written to standard output if that
     is no terminal, and to a new file else. The list of contents is then printed to standard error.

@@ -39,20 +39,23 @@ class ListedFilters:
 
     def __init__(self, sock: NetlinkSocket) -> None:
         self._socket = sock
-        self._chains: Sequence[tuple[str, str, str, BaseChain | None]] | None = None
+        self._base_chains: Sequence[BaseChain] | None = None
         self._rules: dict[tuple[str, str, str], Sequence[HeldRule]] = {}
         self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
 
     def base_chains(self) -> Sequence[BaseChain]:
-        return [base for *_, base in self._listed_chains() if base is not None]
+        """Return the chains at hooks whose type is ``filter`` or ``route``."""
+        if self._base_chains is None:
+            self._base_chains = self._dumped(GETCHAIN, 0, b"", _filter_chain)
+        return self._base_chains
 
     def chain_names(self, family: str, table: str) -> frozenset[str]:
-        return frozenset(name for *of, name, _ in self._listed_chains() if of == [family, table])
+        def name(of: str, span: Span) -> Iterator[str]:
+            found = attributes(*span)
+            if (of, text(found[1])) == (family, table):
+                yield text(found[3])
 
-    def _listed_chains(self) -> Sequence[tuple[str, str, str, BaseChain | None]]:
-        if self._chains is None:
-            self._chains = self._dumped(GETCHAIN, 0, b"", _chain)
-        return self._chains
+        return frozenset(self._dumped(GETCHAIN, 0, b"", name))
 
     def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
         key = family, table, chain
@@ -98,7 +101,10 @@ class ListedFilters:
             raise
 
 
-def _chain(family: str, span: Span) -> Iterator[tuple[str, str, str, BaseChain | None]]:
-    """Yield family, table and name of a listed chain, and what it is at a hook."""
-    found = attributes(*span)
-    yield family, text(found[1]), text(found[3]), parse_base_chain(family, found)
+def _filter_chain(family: str, span: Span) -> Iterator[BaseChain]:
+    """Yield a listed chain if it filters at a hook. Most are neither, and only searched for the type."""
+    data, start, end = span
+    if data.find(b"filter\0", start, end) >= 0 or data.find(b"route\0", start, end) >= 0:
+        found = parse_base_chain(family, attributes(*span))
+        if found is not None and found.type in ("filter", "route"):
+            yield found

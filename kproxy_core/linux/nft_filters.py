@@ -52,7 +52,7 @@ class BaseChain(NamedTuple):
     """A chain at a hook."""
 
     family: str
-    """nft's name: ``ip``, ``ip6`` or ``inet``."""
+    """nft's name: ``ip``, ``ip6``, ``inet``, ..."""
     table: str
     name: str
     type: str
@@ -119,7 +119,8 @@ class HeldSet(NamedTuple):
 class Filters(Protocol):
     """The chains, rules and sets that the kernel lists. All raise OSError."""
 
-    def base_chains(self) -> Sequence[BaseChain]: ...
+    def base_chains(self) -> Sequence[BaseChain]:
+        """Return the chains at hooks that filter. iptables has no DROP in those that translate."""
 
     def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]: ...
 
@@ -166,9 +167,9 @@ def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
     for at, (hook, packet) in enumerate(way):
         mark = mark if at else packet.mark
         for chain in chains:
-            if chain.hook != hook or chain.type not in ("filter", "route"):
+            if chain.hook != hook or chain.family not in ("inet", packet.family.ip):
                 continue
-            if chain.family not in ("inet", packet.family.ip) or is_of_service_proxy(chain.table):
+            if is_of_service_proxy(chain.table):
                 continue
             walk = _Walk(filters, chain, _seen_by(chain, packet._replace(mark=mark)))
             found += walk.ends()
@@ -377,6 +378,9 @@ class _Run:
                         raise _NotKnown(expression.name)
                 except _NotKnown as problem:
                     self._problems[str(problem)] = None
+                    self._words.clear()
+                except (KeyError, ValueError):  # Attributes of a newer kernel.
+                    self._problems[expression.name] = None
                     self._words.clear()
                 if self._verdict.code != _CONTINUE:
                     break

@@ -158,7 +158,7 @@ def test_samples_have_the_addresses_of_endpoints() -> None:
 
 def test_without_services_a_sample_has_an_address_of_the_bridge() -> None:
     (outward, *_) = samples(CLEAN, None)
-    assert outward.what == "from a pod (10.1.1.2, cni0) to another node (eth0), to a Service"
+    assert outward.what == "from a pod (10.1.1.2, cni0) to another node (eth0)"
     assert outward.packet.destination is None
 
 

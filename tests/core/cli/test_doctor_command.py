@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kproxy_core.cli.doctor import examine
-from kproxy_core.config.flags import Flags
 from tests.core.cli.test_cli import WEB
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, running
@@ -75,9 +74,9 @@ def settings(node: Namespace, *given: str) -> None:
     node.run("sysctl", "-qw", *given)
 
 
-def found(node: Namespace, flags: Flags | None = None) -> dict[str, Any]:
+def found(node: Namespace) -> dict[str, Any]:
     """Return the findings by check, without those of the machine, and what is unclear."""
-    answer = node.inside(lambda: examine(flags or Flags(), OF_THE_MACHINE))
+    answer = node.inside(lambda: examine(None, OF_THE_MACHINE))
     assert answer["unclear"] == []
     return {finding["check"]: finding for finding in answer["findings"]}
 
@@ -117,20 +116,21 @@ def each(*actions: Callable[[Namespace], object]) -> Callable[[Namespace], objec
 HAZARDS: dict[str, tuple[Callable[[Namespace], object], str, list[str]]] = {
     "firewalld": (
         lambda node: node.nft(FIREWALLD), "firewall",
-        ["nft table inet firewalld, chain filter_FORWARD, rule 5 rejects it (0 packets so far)",
+        ["nft table inet firewalld, chain filter_FORWARD, rule 5 rejects them (0 packets so far)",
          "rule: counter packets 0 bytes 0 reject with icmpx admin-prohibited",
-         "a new connection from a pod (10.244.1.2, cni0) to another node (uplink), to a Service"]),
+         "new connections from a pod (10.244.1.2, cni0) to another node (uplink), "
+         "through Services and directly"]),
     "ufw": (
         by_iptables(UFW), "firewall",
-        ["nft table ip filter, chain FORWARD, its policy drops it (0 packets so far)"]),
+        ["nft table ip filter, chain FORWARD, its policy drops them (0 packets so far)"]),
     "Docker": (
         by_iptables(DOCKER), "firewall",
-        ["nft table ip filter, chain FORWARD, its policy drops it (0 packets so far)"]),
+        ["nft table ip filter, chain FORWARD, its policy drops them (0 packets so far)"]),
     "a hand-written ruleset": (
         lambda node: node.nft(
             "table ip mine { chain c { type filter hook forward priority 0; policy drop; "
             "ct state vmap { established : accept, related : accept, invalid : drop }; }; }"),
-        "firewall", ["nft table ip mine, chain c, its policy drops it"]),
+        "firewall", ["nft table ip mine, chain c, its policy drops them"]),
     "ip_forward": (
         lambda node: settings(node, "net.ipv4.ip_forward=0"), "ip-forward", ["net.ipv4.ip_forward = 0"]),
     "IPv6 forwarding": (
@@ -183,10 +183,10 @@ def test_a_rule_that_is_not_understood_makes_a_drop_unclear() -> None:
     with clean() as node:
         by_iptables(DOCKER.replace(
             "COMMIT", "-A DOCKER-USER -m statistic --mode random --probability 0.5 -j ACCEPT\nCOMMIT"))(node)
-        answer = node.inside(lambda: examine(Flags(), OF_THE_MACHINE))
+        answer = node.inside(lambda: examine(None, OF_THE_MACHINE))
     assert answer["findings"] == []
     assert answer["unclear"] == [
-        "nft table ip filter, chain FORWARD, its policy drops it unless an earlier rule accepts it "
+        "nft table ip filter, chain FORWARD, its policy drops them unless an earlier rule accepts them "
         "(0 packets so far); not understood: match statistic in rule 1 of chain DOCKER-USER"]
 
 

@@ -59,6 +59,7 @@ def test_another_machine_answers_from_the_archive_as_the_node_does(node: Namespa
     assert "first sync" in found["log.txt"]
     assert "table ip kproxy" in found["kernel/nft-ruleset.txt"]
     assert json.loads(found["diff.json"]) == []
+    assert json.loads(found["doctor.json"])["proxy"] == "nftables"
     assert yaml.safe_load(found["configuration.yaml"])["mode"] == "nftables"
     for words, packets in zip(questions, live, strict=True):
         answers = explained("--report", str(archive), *words)
@@ -70,7 +71,7 @@ def test_another_machine_answers_from_the_archive_as_the_node_does(node: Namespa
 
 def test_without_a_proxy_an_archive_notes_it_and_has_the_rest(node: Namespace, tmp_path: Path) -> None:
     found = json.loads(node.run(KPROXY, "report", str(tmp_path / "a.tar.gz"), "-o", "json"))
-    assert "kernel/sysctl.txt" in found["contents"]
+    assert {"kernel/sysctl.txt", "doctor.json"} <= set(found["contents"])
     problems = members(tmp_path / "a.tar.gz")["problems.txt"]
     assert "no kproxy runs in this network namespace" in problems
     done = subprocess.run(
