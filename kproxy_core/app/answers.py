@@ -35,7 +35,7 @@ from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
 from kproxy_core.contract.registry import Registry
-from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Update
+from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Translation, Update
 from kproxy_core.kube.encode import (
     encode_forward,
     encode_node,
@@ -165,14 +165,18 @@ def _filters(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[lis
     """Return the places where filter chains of other programs end each packet, or why that is not known."""
     if Modules().presence("nf_tables") not in (Presence.LOADED, Presence.BUILT_IN):  # Reading would load it.
         return [[] for _ in found]
-    fates = [side.fate if (side := sides.get(at)) and side.fate else decide_case(case)
-             for at, case in enumerate(found)]
     try:
         with doing("read the filter chains of other programs"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             filters = ListedFilters(sock)
-            return [places(case, fate, filters, _interface) for case, fate in zip(found, fates, strict=True)]
+            return [_places(case, sides.get(at), filters) for at, case in enumerate(found)]
     except HostError as error:
         return [[str(error)] for _ in found]
+
+
+def _places(case: Case, side: KernelSide | None, filters: ListedFilters) -> list[str]:
+    fate = side.fate if side is not None and side.fate is not None else decide_case(case)
+    translation = Translation.RULES if side is None else side.translation
+    return places(case, fate, translation, filters, _interface)
 
 
 def _interface(address: Address) -> Interface | None:

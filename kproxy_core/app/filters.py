@@ -1,8 +1,9 @@
 """The way of explained packets through filter chains of other programs, in words. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kproxy_core.app.explain import Case
+from kproxy_core.contract.values import Translation
 from kproxy_core.linux.nft_filters import NO_INTERFACE, Drop, FilteredPacket, Filters, Interface, drops
 from kproxy_core.model.address import Address
 from kproxy_core.observe.logs import printable
@@ -15,47 +16,59 @@ _MOST_PLACES = 3
 _LOOPBACK = Interface("lo", 1)
 
 
+Towards = Callable[[Address], Interface | None]
+"""Returns the interface that leads to an address."""
+
+
 def places(
-    case: Case, fate: Fate, filters: Filters, towards: Callable[[Address], Interface | None]
+    case: Case, fate: Fate, translation: Translation, filters: Filters, towards: Towards
 ) -> list[str]:
     """Return the places where other programs' chains end the packet of *case*, or may end it.
 
-    *towards* returns the interface that leads to an address. Raises OSError.
+    Raises OSError.
     """
     found: dict[str, None] = {}
     for choice in fate.choices[:_MOST_ENDPOINTS] if fate.outcome is Outcome.FORWARDED else ():
-        found |= dict.fromkeys(map(place, drops(filters, _way(case, choice, towards))))
+        found |= dict.fromkeys(map(place, drops(filters, way(case, choice, translation, towards))))
     return list(found)[:_MOST_PLACES]
 
 
-def _way(
-    case: Case, choice: EndpointShare, towards: Callable[[Address], Interface | None]
-) -> Iterator[tuple[str, FilteredPacket]]:
-    """Yield the hooks that the packet passes on the way to an endpoint, each with the packet there."""
+def way(
+    case: Case, choice: EndpointShare, translation: Translation, towards: Towards
+) -> list[tuple[str, FilteredPacket]]:
+    """Return the hooks that the packet passes on the way to an endpoint, each with the packet there."""
     question = case.question
     sent, where = question.packet, choice.where
-    is_from_node = sent.origin is Origin.NODE
+    is_from_node = sent.origin is Origin.NODE or translation is Translation.RELAY
     is_to_node = is_own(where.address, question.node, question.addresses)
-    out = _LOOPBACK if is_to_node else towards(where.address)
+    dialled = sent.destination, sent.port
+    if translation in (Translation.SOCKET, Translation.RELAY):
+        dialled = where
     arrives = NO_INTERFACE if is_from_node else towards(sent.source)
     if case.is_typical and sent.origin is Origin.POD and arrives == towards(
             stand_in(Origin.OUTSIDE, question.node)):
         arrives = None  # The route to an example's address says nothing about pods.
     packet = FilteredPacket(
-        sent.family, sent.protocol, sent.source, where.address, where.port,
-        arrives, out, sent.destination, sent.port,
-        is_translated=(where.address, where.port) != (sent.destination, sent.port),
-        is_from_node=is_from_node, is_to_node=is_to_node, mark=None if choice.masqueraded else 0)
-    if is_from_node:
-        yield "output", packet
-    else:
-        yield "prerouting", packet
-        if not is_to_node:
-            yield "forward", packet
+        sent.family, sent.protocol, None if translation is Translation.RELAY else sent.source,
+        where.address, where.port, arrives, _LOOPBACK if is_to_node else towards(where.address), *dialled,
+        is_translated=translation is Translation.RULES and dialled != where, is_from_node=is_from_node,
+        is_to_node=is_to_node, mark=None if choice.masqueraded else 0)
+    if translation is Translation.VIRTUAL_SERVER:
+        return _through_virtual_server(packet)
+    found = [("output" if is_from_node else "prerouting", packet)]
     if is_to_node:
-        yield "input", packet._replace(input=_LOOPBACK if is_from_node else packet.input)
-    else:
-        yield "postrouting", packet
+        return [*found, ("input", packet._replace(input=_LOOPBACK if is_from_node else arrives))]
+    return [*found, *([] if is_from_node else [("forward", packet)]), ("postrouting", packet)]
+
+
+def _through_virtual_server(packet: FilteredPacket) -> list[tuple[str, FilteredPacket]]:
+    """Return the hooks of a packet to an address of this node, which then sends it itself (IPVS)."""
+    dialled = packet._replace(
+        destination=packet.dialled, port=packet.dialled_port, output=_LOOPBACK, is_to_node=True)
+    sent_on = packet._replace(
+        input=NO_INTERFACE, dialled=packet.destination, dialled_port=packet.port)
+    before = [("output", dialled)] if packet.is_from_node else [("prerouting", dialled), ("input", dialled)]
+    return [*before, ("output", sent_on), ("postrouting", sent_on)]
 
 
 def place(drop: Drop, what: str = "it") -> str:

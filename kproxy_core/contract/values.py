@@ -221,6 +221,18 @@ class Question(Struct, frozen=True):
     """Of the node's interfaces, as far as they are known."""
 
 
+class Translation(enum.Enum):
+    """The place where an endpoint's address replaces the dialled one.
+
+    It decides which hooks of netfilter the packet passes, and with which destination.
+    """
+
+    RULES = "nat rules, when the packet arrives or is sent"
+    SOCKET = "the client's socket, before there is a packet"
+    VIRTUAL_SERVER = "a virtual server of this node, which sends the packet on"
+    RELAY = "a process of this node, which opens a connection of its own"
+
+
 class KernelSide(Struct, frozen=True):
     """The way of one packet through the kernel's objects."""
 
@@ -231,6 +243,7 @@ class KernelSide(Struct, frozen=True):
     """The endpoint to which session affinity has pinned the sender."""
     deviation: str = ""
     """The reason why this mode decides differently by design, if it does."""
+    translation: Translation = Translation.RULES
 
 
 class Failure(enum.Enum):

@@ -169,7 +169,7 @@ def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
         for chain in chains:
             if chain.hook != hook or chain.family not in ("inet", packet.family.ip):
                 continue
-            if is_of_service_proxy(chain.table):
+            if _is_of_service_proxy(chain.table):
                 continue
             walk = _Walk(filters, chain, _seen_by(chain, packet._replace(mark=mark)))
             found += walk.ends()
@@ -185,8 +185,8 @@ def _seen_by(chain: BaseChain, packet: FilteredPacket) -> FilteredPacket:
     return packet
 
 
-def is_of_service_proxy(table: str) -> bool:
-    """Return whether *table* belongs to kproxy or to kube-proxy in nftables mode: `explain` reads those."""
+def _is_of_service_proxy(table: str) -> bool:
+    """Return whether *table* is one of kproxy's or kube-proxy's, which ``kproxy explain`` reads by itself."""
     return table in ("kproxy", "kube-proxy") or table.startswith("kproxy-")
 
 
@@ -199,7 +199,7 @@ KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 
 # Verdicts (linux/netfilter.h, enum nft_verdicts), and the end of a chain.
 
-_DROP, _ACCEPT, _QUEUE = 0, 1, 3
+_DROP, _QUEUE = 0, 3
 _CONTINUE, _BREAK, _JUMP, _GOTO, _RETURN = -1, -2, -3, -4, -5
 
 _MOST_RULES = 20_000
@@ -391,13 +391,13 @@ class _Run:
     # Registers.
 
     def _store(self, register: bytes, value: bytes | None, size: int) -> None:
-        word = _word(register)
+        word = _word(register, size)
         for at in range(-(-size // 4)):
             part = None if value is None else value[at * 4 : at * 4 + 4].ljust(4, b"\0")
             self._words[word + at] = part
 
     def _load(self, register: bytes, size: int) -> bytes | None:
-        word = _word(register)
+        word = _word(register, size)
         parts = [self._words.get(word + at) for at in range(-(-size // 4))]
         return None if None in parts else b"".join(filter(None, parts))[:size]
 
@@ -648,9 +648,15 @@ _COMPARED: dict[int, Callable[[bytes, bytes], bool]] = {
 }
 
 
-def _word(register: bytes) -> int:
-    """Return the word where a register begins: 1 to 4 have 16 bytes, those from 8 on four."""
+_REGISTERS = 80
+"""Bytes of all registers (NFT_REG_MAX)."""
+
+
+def _word(register: bytes, size: int) -> int:
+    """Return the word where a register of *size* begins: 1 to 4 have 16 bytes, those from 8 on four."""
     number = _u32(register)
+    if size > _REGISTERS:
+        raise ValueError(f"no register has {size} bytes")
     return number - 8 if number >= 8 else (number - 1) * 4
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelObject, KernelSide, Question
+from kproxy_core.contract import KernelObject, KernelSide, Question, Translation
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.namespaces import in_network_namespaces
 from kproxy_core.model.address import Protocol, family_of, format_socket, is_loopback
@@ -74,7 +74,7 @@ def _in_front(
     fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
     objects = [*found.objects, *side.objects]
     deviation = _ON_LOOPBACK if is_loopback(question.packet.destination) else side.deviation
-    return KernelSide(tuple(objects), fate, found.remembered, deviation)
+    return KernelSide(tuple(objects), fate, found.remembered, deviation, Translation.SOCKET)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:

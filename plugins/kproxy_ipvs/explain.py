@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelSide, Question
+from kproxy_core.contract import KernelSide, Question, Translation
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, Packet, kind_of
@@ -66,7 +66,8 @@ def side_of(question: Question, state: State) -> KernelSide:
     walk = Walk(rules, question.node, question.addresses, bound=state.local)
     fate, remembered = _follow(question.packet, walk, state)
     return KernelSide(
-        tuple(walk.objects), None if walk.strange else fate, remembered, _deviation(question, state))
+        tuple(walk.objects), None if walk.strange else fate, remembered, _deviation(question, state),
+        Translation.VIRTUAL_SERVER)
 
 
 def _deviation(question: Question, state: State) -> str:

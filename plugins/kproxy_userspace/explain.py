@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
-from kproxy_core.contract import KernelObject, KernelSide, Question
+from kproxy_core.contract import KernelObject, KernelSide, Question, Translation
 from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_core.model.address import (
     Address,
@@ -89,7 +89,8 @@ def _as_is(
     if relay is not None and relay.wanted.affinity_seconds:
         remembered = recall(format_address(packet.source)).get(relay.number)
     where = Destination(parse_address(remembered[0]), remembered[1]) if remembered else None
-    return KernelSide(side.objects, side.fate, where, side.deviation if is_meant else "")
+    deviation = side.deviation if is_meant else ""
+    return KernelSide(side.objects, side.fate, where, deviation, Translation.RELAY)
 
 
 def _as_written(
@@ -125,7 +126,8 @@ def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> K
         return KernelSide(shown, Fate(Outcome.REFUSED, "the relay has no endpoint"), deviation=_RELAYED)
     choices = tuple(
         EndpointShare(where, number / len(endpoints), masqueraded=True) for where, number in slots.items())
-    return KernelSide(shown, Fate(Outcome.FORWARDED, "relayed", choices), deviation=_RELAYED)
+    fate = Fate(Outcome.FORWARDED, "relayed", choices)
+    return KernelSide(shown, fate, deviation=_RELAYED, translation=Translation.RELAY)
 
 
 class _Portals:

@@ -1,0 +1,93 @@
+"""Filter chains as any program may have written them: each has an answer, and sets hold what they list."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.linux.messages import attribute, nested, text_attribute
+from kproxy_core.linux.nft_filters import BaseChain, FilteredPacket, HeldSet, Interface, SetElement, drops
+from kproxy_core.linux.nft_rules import Expression
+from kproxy_core.linux.nft_tables import HeldRule
+from kproxy_core.model.address import Family, Protocol, parse_address
+
+PACKET = FilteredPacket(
+    Family.IPV6, Protocol.UDP, parse_address("2001:db8::1"), None, 53, Interface("eth0", 2), None, None, None,
+    is_translated=True, is_from_node=False, is_to_node=False)
+NAMES = (
+    "payload", "meta", "ct", "fib", "immediate", "bitwise", "byteorder", "cmp", "range", "lookup", "counter",
+    "reject", "queue", "objref", "match", "target", "exthdr", "limit", "log", "of a newer kernel",
+)  # fmt: skip
+XT_NAMES = (
+    "comment", "conntrack", "addrtype", "mark", "tcp", "udp", "statistic", "REJECT", "NFQUEUE", "MARK",
+)  # fmt: skip
+
+numbers = st.sampled_from([*range(41), 0xFFFFFFFF]).map(lambda number: number.to_bytes(4, "big"))
+verdicts = st.tuples(st.integers(-6, 5), st.sampled_from(["c", "d", "e", "none"])).map(lambda given: nested(
+    2, attribute(1, given[0].to_bytes(4, "big", signed=True)), text_attribute(2, given[1])))
+values = st.one_of(
+    numbers, st.binary(max_size=160), st.sampled_from(XT_NAMES).map(str.encode),
+    st.binary(max_size=16).map(lambda value: attribute(1, value)), verdicts)
+expressions = st.builds(
+    Expression, st.sampled_from(NAMES), st.dictionaries(st.integers(1, 7), values, max_size=7))
+rules = st.lists(st.builds(
+    HeldRule, st.integers(1, 99), st.lists(expressions, max_size=5).map(tuple), st.just(b"")), max_size=4)
+
+
+class Written:
+    """Chains without sets, of which ``c`` is at the hook. Chain ``e`` is the last to which others jump."""
+
+    def __init__(self, chains: dict[str, list[HeldRule]], elements: Sequence[SetElement]) -> None:
+        self._chains = chains
+        self._elements = elements
+
+    def base_chains(self) -> list[BaseChain]:
+        return [BaseChain("inet", "t", "c", "filter", "forward", 0, True, None)]
+
+    def rules(self, family: str, table: str, chain: str) -> list[HeldRule]:
+        return self._chains.get(chain, [])
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        return HeldSet(4, False, (), self._elements) if self._elements else None
+
+
+def without_jumps(found: list[HeldRule]) -> list[HeldRule]:
+    """Return the rules without any verdict: the kernel refuses loops."""
+    return [rule._replace(expressions=tuple(
+        each for each in rule.expressions if each.name not in ("immediate", "lookup"))) for rule in found]
+
+
+elements = st.lists(st.builds(
+    SetElement, st.binary(min_size=4, max_size=4), st.just(b""), st.booleans(), st.booleans(),
+    st.binary(max_size=8), st.none()), max_size=3)
+
+
+@given(rules, rules, elements)
+def test_every_ruleset_has_an_answer(
+    base: list[HeldRule], other: list[HeldRule], held: list[SetElement]
+) -> None:
+    jumps = [rule._replace(expressions=tuple(
+        each for each in rule.expressions if b"c\0" not in each.attributes.get(2, b""))) for rule in base]
+    found = drops(Written({"c": jumps, "d": without_jumps(other)}, held), [("forward", PACKET)])
+    assert all(drop.table == "t" for drop in found)
+    assert not any(drop.is_certain for drop in found[:-1])
+
+
+@given(st.lists(st.integers(0, 60), max_size=8, unique=True), st.integers(0, 63))
+def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
+    edges = sorted(ends)
+    held = HeldSet(1, True, (), [
+        SetElement(bytes([edge]), b"", bool(at % 2), False, b"", None) for at, edge in enumerate(edges)])
+    inside = any(first <= value and (value < behind) for first, behind in zip(
+        edges[::2], [*edges[1::2], 256], strict=False))
+    assert (held.find(bytes([value])) is not None) is inside
+
+
+@pytest.mark.parametrize(("value", "held"), [
+    (b"\x0a\0\0\1\0\x50\0\0", True), (b"\x0a\0\0\1\0\x51\0\0", False), (b"\x0a\0\1\1\0\x50\0\0", False),
+])
+def test_a_concatenation_holds_what_is_within_each_part(value: bytes, held: bool) -> None:
+    element = SetElement(
+        b"\x0a\0\0\0\0\x10\0\0", b"\x0a\0\0\xff\0\x50\0\0", False, False, b"", None)
+    assert (HeldSet(8, True, (4, 2), [element]).find(value) is not None) is held
