@@ -34,7 +34,7 @@ class Services(NamedTuple):
         for plan in documents:
             for frontend in plan["frontends"]:
                 if found := _NODE_PORT.fullmatch(frontend):
-                    ports[int(found["port"]), f"{plan['service_port']}"] = None
+                    ports[int(found["port"]), plan["service_port"]] = None
             endpoints |= dict.fromkeys(Destination.parse(text).address for text in plan["endpoints"])
         return cls(mode, is_running, tuple(ports), tuple(endpoints))
 
@@ -133,7 +133,7 @@ def _neighbour(state: NodeState, link: Link, family: Family) -> Address | None:
 
 
 def _families(state: NodeState) -> list[Family]:
-    """Return IPv4, and IPv6 if this node has an address other than those of loopback and of each link."""
+    """Return IPv4, and IPv6 if this node has such an address that is neither loopback nor link-local."""
     loopback = {link.number for link in state.links if link.is_loopback}
     has_ipv6 = any(
         each.network.family is Family.IPV6 and not each.address.startswith(b"\xfe\x80")
@@ -319,7 +319,7 @@ def _bridges(state: NodeState, services: Services | None) -> _Found:
                 "bridge-nf-call",
                 f"{family.label} answers of a pod to another pod of bridge {name} skip the translation back",
                 [f"{setting.replace('/', '.')} {'does not exist' if value is None else f'= {value}'}",
-                 f"bridge {name} has {len(of_bridge)} pods"],
+                 f"pods at bridge {name}: {len(of_bridge)}"],
                 f"modprobe br_netfilter; sysctl -w {setting.replace('/', '.')}=1")
         is_called = bridge.calls[0] or state.settings.get("net/bridge/bridge-nf-call-iptables") == "1"
         off = [port.name for port in of_bridge if not port.has_hairpin]
@@ -433,7 +433,7 @@ _FAULTS: Final = (
         "use a newer kernel, or ethtool -K DEVICE tx-checksum-ip-generic off on the VXLAN device",
         "https://github.com/kubernetes/kubernetes/issues/88986"),
     _Fault(
-        (5, 15, 168), {(5, 15): (5, 15, 169)}, (5, 16),
+        (5, 15, 168), {(5, 15): (5, 15, 170)}, (5, 16),
         "ip6tables has no target MARK, which rules of Services need", lambda state: True,
         "use a newer kernel", "https://github.com/bottlerocket-os/bottlerocket/issues/4295"),
     _Fault(

@@ -9,7 +9,7 @@ from kproxy_core.model.address import Address
 from kproxy_core.observe.logs import printable
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own, stand_in
 
-_MOST_ENDPOINTS = 20
+_MOST_ENDPOINTS = 10
 """Endpoints of one answer whose packets are followed."""
 _MOST_PLACES = 3
 """Places in one answer."""

@@ -8,6 +8,7 @@ from kproxy_core.linux.messages import (
     GETCHAIN,
     GETRULE,
     GETSET,
+    GETTABLE,
     NFGENMSG,
     Span,
     attributes,
@@ -22,7 +23,7 @@ from kproxy_core.linux.nft_filters import (
     parse_held_set,
     parse_set_elements,
 )
-from kproxy_core.linux.nft_tables import HeldRule, parse_rule
+from kproxy_core.linux.nft_tables import DORMANT, HeldRule, parse_rule
 from kproxy_core.linux.nftables import ABSENT
 
 T = TypeVar("T")
@@ -44,9 +45,11 @@ class ListedFilters:
         self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
 
     def base_chains(self) -> Sequence[BaseChain]:
-        """Return the chains at hooks whose type is ``filter`` or ``route``."""
+        """Return the chains at hooks whose type is ``filter`` or ``route``, but for dormant tables."""
         if self._base_chains is None:
-            self._base_chains = self._dumped(GETCHAIN, 0, b"", _filter_chain)
+            dormant = set(self._dumped(GETTABLE, 0, b"", _dormant_table))
+            found = self._dumped(GETCHAIN, 0, b"", _filter_chain)
+            self._base_chains = [each for each in found if (each.family, each.table) not in dormant]
         return self._base_chains
 
     def chain_names(self, family: str, table: str) -> frozenset[str]:
@@ -99,6 +102,12 @@ class ListedFilters:
             if error.errno in ABSENT:
                 return []
             raise
+
+
+def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:
+    found = attributes(*span)
+    if int.from_bytes(found.get(2, b""), "big") & DORMANT:
+        yield family, text(found[1])
 
 
 def _filter_chain(family: str, span: Span) -> Iterator[BaseChain]:

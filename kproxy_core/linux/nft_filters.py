@@ -120,7 +120,10 @@ class Filters(Protocol):
     """The chains, rules and sets that the kernel lists. All raise OSError."""
 
     def base_chains(self) -> Sequence[BaseChain]:
-        """Return the chains at hooks that filter. iptables has no DROP in those that translate."""
+        """Return the chains at hooks that filter, and are in effect.
+
+        Those that translate are left out: iptables has no DROP there.
+        """
 
     def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]: ...
 
@@ -231,8 +234,10 @@ class _Walk:
 
     def ends(self) -> list[Drop]:
         """Return the places where the packet may end, the last one for certain if one is."""
-        if not self._chain(self._base.name, ()) and self._base.drops_by_policy:
-            self._end(self._base.name, None, 0, self._base.packets, (), rejects=False)
+        is_final = self._chain(self._base.name, ())
+        unclear = (f"more than {_MOST_RULES:,} rules",) if self._met > _MOST_RULES else ()
+        if unclear or (not is_final and self._base.drops_by_policy):
+            self._end(self._base.name, None, 0, self._base.packets, unclear, rejects=False)
         return self._ends
 
     def _end(
@@ -251,7 +256,6 @@ class _Walk:
         for number, rule in enumerate(self._filters.rules(self._base.family, self._base.table, name), 1):
             self._met += 1
             if self._met > _MOST_RULES:
-                self._doubts["there are too many rules"] = None
                 return True
             run = _Run(self._filters, self._base, self._packet, self.mark)
             verdict, problems = run.verdict(rule.expressions)

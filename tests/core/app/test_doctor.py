@@ -109,8 +109,8 @@ def test_what_does_no_harm_is_not_found(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("release", "faulty"), [
     ("5.4.40", True), ("5.4.41-generic", False), ("5.6.12", True), ("5.6.13", False), ("5.5.19", True),
     ("4.19.123", False), ("3.10.0-1160.el7.x86_64", True), ("5.7.0-rc1", False), ("6.1.0-26-amd64", False),
-    ("5.15.168", True), ("5.15.169", False), ("6.6.58", True), ("6.6.59", False), ("6.11.5", True),
-    ("6.11.6", False), ("6.18.44-fc-v595", False), ("6.18", False),
+    ("5.15.167", False), ("5.15.169", True), ("5.15.170", False), ("6.6.58", True), ("6.6.59", False),
+    ("6.11.5", True), ("6.11.6", False), ("6.18.44-fc-v595", False), ("6.18", False),
 ])  # fmt: skip
 def test_kernels_with_known_faults_are_told_by_their_release(release: str, faulty: bool) -> None:
     state = {"kernel": release, **links(Link(5, "flannel.1", "vxlan"))}

@@ -149,7 +149,7 @@ HAZARDS: dict[str, tuple[Callable[[Namespace], object], str, list[str]]] = {
         ["hairpin is off at veth1"]),
     "bridge-nf-call-iptables": (
         lambda node: settings(node, "net.bridge.bridge-nf-call-iptables=0"), "bridge-nf-call",
-        ["net.bridge.bridge-nf-call-iptables = 0", "bridge cni0 has 1 pods"]),
+        ["net.bridge.bridge-nf-call-iptables = 0", "pods at bridge cni0: 1"]),
     "MTU": (
         lambda node: node.ip("link set uplink mtu 1400"), "mtu",
         ["uplink has an MTU of 1400", "veth1 of a pod has one of 1500"]),
