@@ -194,8 +194,8 @@ def _is_of_service_proxy(table: str) -> bool:
 
 
 _SERVICE_CHAIN: Final = re.compile(
-    r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|PROXY-FIREWALL|SOURCE-RANGES-FIREWALL|"
-    r"[A-Z]+-FILTER|[A-Z]+-OUT-FILTER)")
+    r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
+    r"SOURCE-RANGES-FIREWALL|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
 """Filter chains of service proxies in the tables of iptables, which are not other programs' either.
 KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 

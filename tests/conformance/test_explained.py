@@ -187,6 +187,7 @@ def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str
         assert verdicts <= ({"agrees"} if mode in EXACT else {"agrees", "deviates by design"})
         assert [answer for answer in answers if answer["kernel"]["verdict"] == "agrees"
                 and answer["outcome"] != answer["kernel"]["outcome"]] == []  # fmt: skip
+        assert [answer for answer in answers if answer["kernel"]["filters"]] == [], "no other program filters"
 
 
 SERVICE = {"service": {
