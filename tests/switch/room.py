@@ -137,14 +137,16 @@ FROM_NODE = (
     Target("tcp", "10.96.0.10", 80),
     Target("tcp", "fd00:96::10", 80),
     Target("tcp", NODE, 30080),
-    Target("tcp", "127.0.0.1", 30080),
-    Target("tcp", "::1", 30080),
     Target("udp", "10.96.0.53", 53),
     Target("sendto", "10.96.0.53", 53),
     Target("tcp", "10.96.0.20", 80),
     Target("tcp", "10.96.0.30", 80),
 )
-"""Their number and that of `FROM_CLIENT` are coprime to `traffic.ORDERLY`."""
+ON_LOOPBACK = (Target("tcp", "127.0.0.1", 30080), Target("tcp", "::1", 30080))
+"""Served while kproxy runs, where `nodePortAddresses` names localhost.
+
+The number of targets of a load is coprime to `traffic.ORDERLY`.
+"""
 CONTROL = [Target("tcp", address, PORT) for address, _ in PODS.values()]
 """The endpoints themselves. A failure there is the machine's fault."""
 
@@ -412,12 +414,13 @@ class Room:
     def used(self, *, sparing: bool = False) -> Iterator[Loads]:
         """Use all Services continuously."""
         client, counted = ["ip", "netns", "exec", self.client.name], self._cgroup is None
+        on_node = (*FROM_NODE, *ON_LOOPBACK)
         loads = [
             Load(client, FROM_CLIENT, counted=counted, sparing=sparing or not counted),
-            Load(self._on_node(), FROM_NODE, counted=True, sparing=sparing),
+            Load(self._on_node(), on_node, counted=True, sparing=sparing),
         ]
         try:
-            for load, targets in zip(loads, (FROM_CLIENT, FROM_NODE), strict=True):
+            for load, targets in zip(loads, (FROM_CLIENT, on_node), strict=True):
                 load.wait_for(2 * len(targets))
             yield Loads(loads)
         finally:
