@@ -271,8 +271,9 @@ class _Proxy:
             lambda service, problem: self._events.report_service(
                 "FailedToListenOnNodePort", service, problem),
             lambda family, problem: self._health.report("node ports on localhost", family, problem),
-            lambda call: self._loop.post(call), self._post_later)
-        registry.synced = self._relays.follow
+            lambda call: self._loop.post(call), self._post_later,
+            lambda backend: backend is self._switch.instance)
+        registry.syncing, registry.synced = self._relays.prepare, self._relays.follow
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")

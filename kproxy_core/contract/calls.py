@@ -332,12 +332,13 @@ class BackendInstance:
 
     def __init__(
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend], hook: HookRelay,
-        calls: HookCalls, synced: Callable[["BackendInstance", values.Update], None],
+        calls: HookCalls, syncing: Callable[["BackendInstance", values.Update], None],
+        synced: Callable[["BackendInstance", values.Update], None],
     ) -> None:
         """*layers*: the backend of *mode*, and before it its base's, if it has one, by mode.
 
-        *hook* has the hooks of the plugin and of all observers. *synced* is called after each sync that
-        succeeds.
+        *hook* has the hooks of the plugin and of all observers. *syncing* is called before each sync,
+        *synced* after each that succeeds.
         """
         self.mode = mode
         self.settings = settings
@@ -347,7 +348,7 @@ class BackendInstance:
         self._plugin = plugin_of_backend(mode)
         self._layers = [(plugin_of_backend(layer), type(backend)) for layer, backend in layers.items()]
         self._calls = calls
-        self._synced = synced
+        self._syncing, self._synced = syncing, synced
 
     def begin(self) -> bool:
         return bool(self._call("begin"))
@@ -357,6 +358,7 @@ class BackendInstance:
         caller = self.hook.kproxy_sync
         called = _Called.of(caller)
         called = called._replace(functions=[*called.functions, *self._functions("sync")])
+        self._syncing(self, update)
         report = self._calls.guard(
             called, lambda: _checked(caller, caller(backend=self.backend, update=update)), problem_of=_lack)
         self._synced(self, update)

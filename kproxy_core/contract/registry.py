@@ -148,6 +148,8 @@ class Registry:
         self.broken: list[BrokenPlugin] = []
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
+        self.syncing: Callable[[BackendInstance, values.Update], None] = lambda instance, update: None
+        """Called before each sync of any backend."""
         self.synced: Callable[[BackendInstance, values.Update], None] = lambda instance, update: None
         """Called after each sync that succeeds, of any backend."""
         self._blocked = frozenset(name for name, is_wanted in named.items() if not is_wanted)
@@ -244,6 +246,7 @@ class Registry:
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend]
     ) -> BackendInstance:
         return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls,
+                               lambda instance, update: self.syncing(instance, update),
                                lambda instance, update: self.synced(instance, update))
 
     def _make(self, mode: str, settings: values.BackendSettings, base: Backend | None) -> Backend:

@@ -32,7 +32,18 @@ class Expression(NamedTuple):
         return nested(1, text_attribute(1, self.name), nested(2, *parts))
 
     def is_same(self, other: "Expression") -> bool:
-        return self.name == other.name and same_attributes(self.attributes, other.attributes)
+        """Return whether the kernel may list one for the other."""
+        if self.name != other.name:
+            return False
+        if self.name != "dynset" or not (_INNER in self.attributes and _INNER in other.attributes):
+            return same_attributes(self.attributes, other.attributes)
+        mine, yours = (dict(each.attributes) for each in (self, other))
+        inner = [_parse_expression(attributes(found.pop(_INNER))) for found in (mine, yours)]
+        return same_attributes(mine, yours) and inner[0].is_same(inner[1])
+
+
+_INNER = 7
+"""Attribute of a dynset: the counter of its elements. Some machines have the kernel pad the numbers in it."""
 
 
 class Statement(NamedTuple):
@@ -69,8 +80,11 @@ def same_attributes(one: Attributes, other: Attributes) -> bool:
 def parse_expressions(listed: bytes) -> Iterator[Expression]:
     """Yield the expressions of a rule that the kernel lists."""
     for _, start, end in attribute_spans(listed, 0, len(listed)):
-        parts = attributes(listed, start, end)
-        yield Expression(parts[1].rstrip(b"\0").decode(errors="replace"), attributes(parts.get(2, b"")))
+        yield _parse_expression(attributes(listed, start, end))
+
+
+def _parse_expression(parts: Attributes) -> Expression:
+    return Expression(parts[1].rstrip(b"\0").decode(errors="replace"), attributes(parts.get(2, b"")))
 
 
 # Types of data, with their numbers in libnftables' datatype.h. In a concatenation each takes 6 bits.
@@ -543,7 +557,7 @@ def count(container: str, key: Key) -> Statement:
     """Add *key* to a set, or begin its timeout again, and count the packet in its element."""
     zero = attribute(1, bytes(8)) + attribute(2, bytes(8))
     counter = text_attribute(1, "counter") + attribute(2, zero)
-    return _update(container, key, None, 0, " counter", {7: counter})
+    return _update(container, key, None, 0, " counter", {_INNER: counter})
 
 
 def _update(

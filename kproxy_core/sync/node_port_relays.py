@@ -55,22 +55,25 @@ def order_for(plan: ServicePlan, number: int) -> Serve | None:
 class NodePortRelays:
     """Has one worker process relay node ports for whichever backend serves, and keeps it across a switch.
 
-    The process runs while a node port is relayed or a connection is open. Every sync is followed, on the
-    loop's thread, so that a mode that is tried has its relays before the other's rules are removed.
+    The process runs while a node port is relayed or a connection is open. Every sync is prepared and
+    followed, on the loop's thread. A mode that is tried gets its relays before it writes rules, which may
+    replace the other's, and nothing is closed before it serves.
     """
 
     def __init__(
         self, failed: Callable[[ServiceName, str], None], show: Callable[[Family, str], None],
         post: Callable[[Callable[[], None]], None], later: Later,
+        serves: Callable[[Asking], bool] = lambda _: True,
     ) -> None:
         """*failed* is told of each listener that cannot be opened. *show* is given what is not served in a
         family, "" for nothing, after each change. *post* and *later* make calls on the
-        loop's thread, and may themselves be called from any.
+        loop's thread, and may themselves be called from any. *serves*: the backend is not only tried.
         """
         self._failed = failed
         self._show = show
         self._post = post
         self._later = later
+        self._serves = serves
         self._workers = WorkerPool(1, _SETTINGS)
         self._numbers = itertools.count(1)
         self._protocols: dict[Family, tuple[Protocol, ...]] = {}
@@ -83,14 +86,26 @@ class NodePortRelays:
         self._is_retry_due = False
         self._watched: list[Worker] = []
 
+    def prepare(self, backend: Asking, update: Update) -> None:
+        """Listen for what *backend*, which is about to sync, wants relayed and the one before did not."""
+        family = update.family
+        before = self._protocols.get(family, ())
+        wanted = self._wanted(backend, update)
+        if added := tuple(each for each in wanted if each not in before):
+            self._protocols[family] = tuple(each for each in RELAYED if each in before + added)
+            self._bring(self._relays[family], added, {
+                key: plan for key, plan in update.plans.items() if key.protocol in added})
+
     def follow(self, backend: Asking, update: Update) -> None:
         """Relay what *backend*, which has synced, wants relayed. O(changed), unless it wants something else.
 
         A listener that cannot be opened does not make the sync fail: everything else is served.
         """
         family = update.family
-        protocols = tuple(
-            each for each in RELAYED if update.node.relays_node_ports and backend.wants_relays(family, each))
+        protocols = self._wanted(backend, update)
+        if not self._serves(backend):
+            kept = self._protocols.get(family, ())
+            protocols = tuple(each for each in RELAYED if each in protocols + kept)
         changed: Mapping[ServicePortKey, ServicePlan | None] = update.changed
         if update.scope is Scope.RESYNC or protocols != self._protocols.get(family, ()):
             self._protocols[family] = protocols
@@ -98,6 +113,11 @@ class NodePortRelays:
                 dict.fromkeys(self._relays[family]))
         if protocols or changed:
             self._bring(self._relays[family], protocols, changed)
+
+    @staticmethod
+    def _wanted(backend: Asking, update: Update) -> tuple[Protocol, ...]:
+        return tuple(each for each in RELAYED
+                     if update.node.relays_node_ports and backend.wants_relays(update.family, each))
 
     def measure(self) -> list[Measurement]:
         """Return the metrics of KEP-6032, for each family in which a backend has wanted relays."""

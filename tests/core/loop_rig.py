@@ -141,7 +141,8 @@ def instance_of(backend: Backend, families: Sequence[Family]) -> BackendInstance
     manager.add_hookspecs(hooks)
     manager.register(CoreSync())
     settings = BackendSettings(tuple(families))
-    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls(), lambda *_: None)
+    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls(),
+                           lambda *_: None, lambda *_: None)
 
 
 class Rig:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 from msgspec import structs
 
+from kproxy_core.linux.messages import attribute, text_attribute
 from kproxy_core.linux.nft_rules import Expression
 from kproxy_core.linux.nft_tables import (
     Chain,
@@ -216,3 +217,15 @@ def test_nft_lists_changes_and_deletes_the_table(netns: None, case: Case, releas
     assert missing(case) == []
     nft(release, f"delete table {where}")
     assert nft(release, "list", "ruleset") == ""
+
+
+def test_a_counter_is_the_same_where_the_kernel_pads_its_numbers() -> None:
+    """As on machines that cannot load a number of 8 bytes from any address."""
+    def counting_rule(*pads: bytes, packets: int = 0) -> Expression:
+        numbers = [attribute(1, bytes(8)), *pads, attribute(2, packets.to_bytes(8, "big"))]
+        counter = text_attribute(1, "counter") + attribute(2, b"".join(numbers))
+        return Expression("dynset", {1: b"refused\0", 7: counter})
+
+    assert counting_rule().is_same(counting_rule(attribute(3, b"")))
+    assert not counting_rule().is_same(counting_rule(packets=1))
+    assert not counting_rule().is_same(Expression("dynset", {1: b"refused\0"}))

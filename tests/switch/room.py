@@ -411,10 +411,10 @@ class Room:
         )  # fmt: skip
 
     @contextmanager
-    def used(self, *, sparing: bool = False) -> Iterator[Loads]:
+    def used(self, *, sparing: bool = False, on_loopback: bool = False) -> Iterator[Loads]:
         """Use all Services continuously."""
         client, counted = ["ip", "netns", "exec", self.client.name], self._cgroup is None
-        on_node = (*FROM_NODE, *ON_LOOPBACK)
+        on_node = (*FROM_NODE, *(ON_LOOPBACK if on_loopback else ()))
         loads = [
             Load(client, FROM_CLIENT, counted=counted, sparing=sparing or not counted),
             Load(self._on_node(), on_node, counted=True, sparing=sparing),

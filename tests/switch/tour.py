@@ -95,7 +95,7 @@ def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Le
         hosts = where.node, where.client, *where.pods
         with (
             where.proxy(mode_of(stops[0])),
-            where.used() as loads,
+            where.used(on_loopback=True) as loads,
             closing(Witness(hosts, loads.all, directory, lambda _: False)),
         ):
             for before, after in pairwise(stops):

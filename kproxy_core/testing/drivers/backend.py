@@ -69,7 +69,7 @@ class BackendDriver(Driver):
         self._early = EarlyConnections(lambda family, deleted, seconds: None)
         self._relays = NodePortRelays(
             lambda service, problem: None, lambda family, problem: None, self._post, self._post_later)
-        self.registry.synced = self._relays.follow
+        self.registry.syncing, self.registry.synced = self._relays.prepare, self._relays.follow
         self._mode = ""
         self._instance: BackendInstance | None = None
         self._loop: Loop | None = None

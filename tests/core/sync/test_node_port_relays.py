@@ -59,7 +59,10 @@ class Rig:
         self.relays = NodePortRelays(
             lambda service, problem: self.events.append((service, problem)), self.shown.__setitem__,
             self.calls.put,
-            lambda seconds, call: self.delayed.append((seconds, call)))
+            lambda seconds, call: self.delayed.append((seconds, call)),
+            lambda backend: backend is not self.tried)
+        self.tried: Asking | None = None
+        """The backend that does not serve yet."""
 
     def resync(self, of: Plans, node: NodeView = NODE, backend: Asking = BOTH) -> None:
         self.relays.follow(backend, full_update(node, of))
@@ -191,6 +194,22 @@ def test_the_mode_that_serves_next_need_not_want_relays(rig: Rig) -> None:
         assert (reached(), rig.metrics()["listeners"]) == ("", 0)
         rig.resync(web(a))
         assert reached() == "a"
+
+
+def test_a_mode_that_is_tried_has_its_relays_before_it_syncs_and_closes_none(rig: Rig) -> None:
+    with answering("a") as a:
+        of = web(a)
+        rig.resync(of, backend=Asking())
+        rig.tried = BOTH
+        rig.relays.prepare(BOTH, full_update(NODE, of))
+        assert reached() == "a"
+        rig.tried = none = Asking()
+        rig.resync(of)
+        rig.resync(of, backend=none)
+        assert reached() == "a"
+        rig.tried = None
+        rig.resync(of, backend=none)
+        assert reached() == ""
 
 
 def test_hosts_on_the_link_reach_no_relay_on_loopback() -> None:
