@@ -27,18 +27,23 @@ def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> 
         for item in items
         if isinstance(item, pytest.Function) and isinstance(case := item.callspec.params["case"], Case)
     }
-    drivers = {case.scenario: driver_of(FOUND[case.scenario]) for case in chosen}
+    runs: dict[tuple[str, ...], set[str]] = {}
+    """The scenarios that are played with the same driver and in the same families."""
+    for name in sorted({case.scenario for case in chosen}):
+        families = sorted(case.family for case in chosen if case.scenario == name)
+        runs.setdefault((driver_of(FOUND[name]), *families), set()).add(name)
     commands, reports = [], []
-    for driver in set(drivers.values()):
-        scenarios, report = directory / driver, directory / f"{driver}.json"
+    for (driver, *families), names in runs.items():
+        scenarios = directory / "-".join([driver, *families])
         scenarios.mkdir()
-        for name in (name for name, its in drivers.items() if its == driver):
+        for name in names:
             (scenarios / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
+        reports.append(scenarios.with_suffix(".json"))
         commands.append(shlex.join([
             sys.executable, "-B", "-m", "kproxy_core.testing", "--driver", driver, "--mode", mode,
-            "--dir", str(scenarios), "--report", str(report),
+            *(f"--family={family}" for family in families),
+            "--dir", str(scenarios), "--report", str(reports[-1]),
         ]))  # fmt: skip
-        reports.append(report)
     # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
     # that change there. The evidence of failures is printed.
     with Guest(

@@ -59,6 +59,8 @@ class Player:
         self._driver = driver
         self._barrier = barrier
         self._conversations: dict[str, dialing.Conversation] = {}
+        self._visited: set[str] = set()
+        """The hosts other than the node on which programs ran."""
         self._traffic: dict[str, dialing.Traffic] = {}
         self._remembered: Remembered = {}
         self._actions: Mapping[str, Callable[[Any, Step], None]] = {
@@ -93,6 +95,8 @@ class Player:
             traffic.stop()
         for conversation in self._conversations.values():
             conversation.close()
+        for host in self._visited:
+            self._topology[host].attempt("nft", "flush", "ruleset")
         base = {objects.key_of(obj): obj for obj in objects.base_objects()}
         for key, obj in self.applied.items():
             if key in base:
@@ -254,12 +258,15 @@ class Player:
 
     def _exec(self, spec: Step, step: Step) -> None:
         command = objects.substitute(spec["run"], self._family)
+        host = spec.get("in", "node")
+        if host != "node":
+            self._visited.add(host)
         expect = step.get("expect", {})
         seen = ""
 
         def is_as_expected() -> bool:
             nonlocal seen
-            done = self._topology[spec.get("in", "node")].attempt("sh", "-c", command)
+            done = self._topology[host].attempt("sh", "-c", command)
             seen = f"exit {done.returncode}\n{done.stdout}"
             return (
                 done.returncode == expect.get("exit", 0)
