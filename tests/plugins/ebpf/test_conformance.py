@@ -14,7 +14,8 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
     return play_scenarios("ebpf", items, directory)
 
 
-NOT_IN_A_GUEST = {"removed-endpoints-reset": "its kernel has no CONFIG_INET_DIAG_DESTROY"}
+NOT_IN_A_GUEST = dict.fromkeys(
+    ("removed-endpoints-reset", "removed-endpoints-restart"), "its kernel has no CONFIG_INET_DIAG_DESTROY")
 
 
 @pytest.mark.in_a_guest(play=play)
