@@ -83,11 +83,12 @@ def cases_of(
     *in_turns*, each is played in one family, both in turns: for what differs little from another mode or
     kernel, where each is played in both.
     """
+    driver = DRIVER + THROUGH_API if mode.endswith(THROUGH_API) else DRIVER
     ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
     found = []
     for number, scenario in enumerate(each for each in ordered if each.name not in left_out):
         families = [
-            each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, DRIVER)]
+            each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, driver)]
         if in_turns:
             families = families[number % 2 :][:1] or families[:1]
         found += [Case(mode, family, scenario.name) for family in families]
