@@ -68,8 +68,8 @@ class Backend(ABC):
     def wants_relays(self, family: Family, protocol: Protocol) -> bool:
         """Return whether the core is to relay node ports on loopback: what this mode programs cannot.
 
-        Asked after each sync, about TCP and UDP, where `NodeView.relays_node_ports` is set. By default,
-        False: this backend serves them there itself, or not at all.
+        Asked before and after each sync, about TCP and UDP, where `NodeView.relays_node_ports` is set. By
+        default, False: this backend serves them there itself, or not at all.
         """
         return False
 
