@@ -76,7 +76,7 @@ from kproxy_core.sync.endpoint_health import EndpointHealth
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
-from kproxy_core.sync.node_port_relays import NodePortRelays
+from kproxy_core.sync.node_port_relays import NodePortRelays, by_timer
 from kproxy_core.sync.observer import SyncObserver
 from kproxy_core.sync.resets import ConnectionResets, ResetResult
 
@@ -271,7 +271,7 @@ class _Proxy:
             lambda service, problem: self._events.report_service(
                 "FailedToListenOnNodePort", service, problem),
             lambda family, problem: self._health.report("node ports on localhost", family, problem),
-            lambda call: self._loop.post(call), self._post_later,
+            self._post, by_timer(self._post),
             lambda backend: backend is self._switch.instance)
         registry.syncing, registry.synced = self._relays.prepare, self._relays.follow
         self._health = ProxyHealth(
@@ -323,10 +323,8 @@ class _Proxy:
         self._failures: list[str] = []
         self._restart_needed = False
 
-    def _post_later(self, seconds: float, call: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, self._loop.post, (call,))
-        timer.daemon = True
-        timer.start()
+    def _post(self, call: Callable[[], None]) -> None:
+        self._loop.post(call)
 
     def _make_answers(self) -> "Answers":
         from kproxy_core.app.answers import Answers  # a start needs none of what it imports

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 _K = TypeVar("_K", bound=Hashable)
 
-_FIRST = 0.1
-"""Delay in seconds after the first failure."""
+FIRST = 0.1
+"""Delay in seconds after the first failure, by default."""
 
 LONGEST = 30.0
 """Upper bound of a delay in seconds, by default."""
@@ -26,21 +26,24 @@ STABLE = 5.0
 
 
 class Backoff:
-    """A delay that doubles from 0.1 to *longest* seconds.
+    """A delay that doubles from *first* to *longest* seconds.
 
     *chance*, uniform in [0, 1), shortens each delay by up to a half, so that the nodes of a cluster do not
     all return to the API server at once.
     """
 
-    __slots__ = ("_chance", "_longest", "_next")
+    __slots__ = ("_chance", "_first", "_longest", "_next")
 
-    def __init__(self, chance: Callable[[], float] = lambda: 0.0, *, longest: float = LONGEST) -> None:
+    def __init__(
+        self, chance: Callable[[], float] = lambda: 0.0, *, first: float = FIRST, longest: float = LONGEST
+    ) -> None:
         self._chance = chance
+        self._first = first
         self._longest = longest
         self.reset()
 
     def reset(self) -> None:
-        self._next = min(_FIRST, self._longest)
+        self._next = min(self._first, self._longest)
 
     def hasten(self) -> None:
         """Cap the next delay: the server answers again, if only with an error."""

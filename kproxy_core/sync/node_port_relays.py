@@ -18,6 +18,7 @@ from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.model.timing import Backoff
 from kproxy_core.plan.service_plan import ServicePlan
 
 log = logging.getLogger("kproxy.run")
@@ -32,8 +33,20 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 
 _PREFIX = "kubeproxy_nftables_localhost_nodeport_"
 
+Post = Callable[[Callable[[], None]], None]
+"""Makes a call on the loop's thread."""
 Later = Callable[[float, Callable[[], None]], None]
 """Makes a call on the loop's thread after so many seconds."""
+
+
+def by_timer(post: Post) -> Later:
+    """Return what makes calls by *post* once their time has come."""
+    def later(seconds: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, post, (call,))
+        timer.daemon = True
+        timer.start()
+
+    return later
 
 
 class Asking(TypingProtocol):
@@ -62,8 +75,7 @@ class NodePortRelays:
 
     def __init__(
         self, failed: Callable[[ServiceName, str], None], show: Callable[[Family, str], None],
-        post: Callable[[Callable[[], None]], None], later: Later,
-        serves: Callable[[Asking], bool] = lambda _: True,
+        post: Post, later: Later, serves: Callable[[Asking], bool] = lambda _: True,
     ) -> None:
         """*failed* is told of each listener that cannot be opened. *show* is given what is not served in a
         family, "" for nothing, after each change. *post* and *later* make calls on the
@@ -82,7 +94,7 @@ class NodePortRelays:
         self._failing: dict[int, str] = {}
         """Relays that do not listen, by number, with the reason."""
         self._failures = dict.fromkeys(Family, 0)
-        self._delay = _FIRST_DELAY
+        self._backoff = Backoff(first=_FIRST_DELAY, longest=_LONGEST_DELAY)
         self._is_retry_due = False
         self._watched: list[Worker] = []
 
@@ -178,7 +190,7 @@ class NodePortRelays:
         if self._failing:
             self._retry_later()
         else:
-            self._delay = _FIRST_DELAY
+            self._backoff.reset()
         if self._failing or any(before.values()):
             self._show_problems()
         self._watch()
@@ -202,8 +214,7 @@ class NodePortRelays:
     def _retry_later(self) -> None:
         if not self._is_retry_due:
             self._is_retry_due = True
-            self._later(self._delay, self._retry)
-            self._delay = min(2 * self._delay, _LONGEST_DELAY)
+            self._later(self._backoff.delay(), self._retry)
 
     def _retry(self) -> None:
         self._is_retry_due = False

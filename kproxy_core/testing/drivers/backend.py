@@ -33,7 +33,7 @@ from kproxy_core.modes.switch import start_backend
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
-from kproxy_core.sync.node_port_relays import NodePortRelays
+from kproxy_core.sync.node_port_relays import NodePortRelays, by_timer
 from kproxy_core.sync.resets import ConnectionResets, clean_up_resets
 from kproxy_core.testing.conformance.kernel_state import stop_translating, translate_addresses
 from kproxy_core.testing.drivers.driver import (
@@ -68,7 +68,7 @@ class BackendDriver(Driver):
         self._cleaner = FlowCleaner(self._flows_cleaned)
         self._early = EarlyConnections(lambda family, deleted, seconds: None)
         self._relays = NodePortRelays(
-            lambda service, problem: None, lambda family, problem: None, self._post, self._post_later)
+            lambda service, problem: None, lambda family, problem: None, self._post, by_timer(self._post))
         self.registry.syncing, self.registry.synced = self._relays.prepare, self._relays.follow
         self._mode = ""
         self._instance: BackendInstance | None = None
@@ -128,11 +128,6 @@ class BackendDriver(Driver):
     def _post(self, call: Callable[[], None]) -> None:
         if self._loop is not None:
             self._loop.post(call)
-
-    def _post_later(self, seconds: float, call: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, self._post, (call,))
-        timer.daemon = True
-        timer.start()
 
     def _flows_cleaned(self, result: CleanupResult) -> None:
         if self._loop is not None:
