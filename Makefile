@@ -5,7 +5,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 # Programs of the system are not in every user's path.
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
-CHECKED := kproxy_core plugins bpf tests examples
+CHECKED := kproxy_core plugins bpf conformance tests examples
 
 .PHONY: env demo check test lint guest bench soak requirements sbom audit clean packages
 
@@ -15,14 +15,15 @@ packages:
 	@$(MISSING) env $(PYTHON)
 
 # Editable, as plain lines in a .pth file: no import hook, so the console script starts as fast as an installed one.
-$(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
+$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@echo "building $(VENV)"
 	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@printf '%s\n' "$(CURDIR)/plugins" "$(CURDIR)/bpf" \
 	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	    --config-settings editable_mode=compat --editable '.[test]'
+	    --config-settings editable_mode=compat --editable '.[test]' \
+	    --editable ./conformance
 	@touch $@
 
 demo: env

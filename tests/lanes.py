@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kproxy_core.testing.network.patience import PATIENCE, patience
+from kproxy_conformance.network.patience import PATIENCE, patience
 
 CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
@@ -36,7 +36,7 @@ REPEATED = 40
 REPORTED = 20.0
 """Seconds between two reports of progress."""
 
-_CODE = ("kproxy_core", "plugins", "bpf", "tests", "examples")
+_CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"

@@ -19,8 +19,8 @@ from examples.demo.proxy import EXAMPLES, Proxy, ProxyFailed
 from examples.demo.sandbox import SandboxError, enter
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
-from kproxy_core.testing.network.dialing import wait_until
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.dialing import wait_until
+from kproxy_conformance.network.namespaces import Namespace
 
 MODE = "nftables"
 LEAVING = "web-b"

@@ -13,7 +13,7 @@ kproxy runs on node1. Pods hang on their node by a cable each, as with a point-t
 
 from dataclasses import dataclass
 
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
 
 
 @dataclass(frozen=True, slots=True)

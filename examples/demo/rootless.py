@@ -24,7 +24,7 @@ from examples.demo.proxy import EXAMPLES, Proxy
 from examples.demo.sandbox import SandboxError
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
-from kproxy_core.testing.network.dialing import wait_until
+from kproxy_conformance.network.dialing import wait_until
 
 LISTEN = "127.0.0.1"
 LEAVING = "web-b"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from examples.demo import network
 from examples.demo.network import NAMES
 from examples.demo.probes import Answer, Frontend, ask
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
 
 ENOUGH = 12
 """Connections for each row, at least."""

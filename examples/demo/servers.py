@@ -7,7 +7,7 @@ import threading
 from typing import Any, cast
 
 from examples.demo.network import Pod
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
 
 BACKLOG = 512
 

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from kproxy_core.testing.apiserver import objects
+from kproxy_conformance.apiserver import objects
 from tests.bench import checkouts
 from tests.core.namespaces import Namespace, namespace
 

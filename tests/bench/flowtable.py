@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
+from kproxy_conformance.network.namespaces import Namespace
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
-from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.cleanup import cleanup
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kproxy_conformance.apiserver import objects
 from kproxy_core.kube.transport import PROTOBUF
-from kproxy_core.testing.apiserver import objects
 
 METRICS_PORT, HEALTHZ_PORT = 10249, 10256
 TICK = os.sysconf("SC_CLK_TCK")

@@ -12,15 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from kproxy_conformance.apiserver import objects
+from kproxy_conformance.apiserver.server import Server
+from kproxy_conformance.apiserver.store import Store
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.decode import ENDPOINT_SLICES
 from kproxy_core.kube.reflector import RELIST_SPREAD, ProblemLog, Reflector
 from kproxy_core.kube.requests import ApiRequests
 from kproxy_core.kube.transport import JSON, Response
 from kproxy_core.model.timing import Backoff, TokenBucket
-from kproxy_core.testing.apiserver import objects
-from kproxy_core.testing.apiserver.server import Server
-from kproxy_core.testing.apiserver.store import Store
 
 CLIENTS, NODES = 300, 5000
 AWAY = (1.0, 10.0, 60.0)

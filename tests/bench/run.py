@@ -17,7 +17,7 @@ from functools import partial
 
 import yaml
 
-from kproxy_core.testing.apiserver import objects
+from kproxy_conformance.apiserver import objects
 from tests.bench import nftables_monitor
 from tests.bench.measured import (
     HEALTHZ_PORT,
@@ -99,7 +99,7 @@ class Run:
         self.generation = nftables_monitor.Generation()
         with open(f"{self.dir}/apiserver.log", "wb") as log:
             server = self.server = subprocess.Popen(
-                [sys.executable, "-m", "kproxy_core.testing.apiserver", "--gen", self.spec["gen"],
+                [sys.executable, "-m", "kproxy_conformance.apiserver", "--gen", self.spec["gen"],
                  "--watch-list", self.spec["watch_list"]], stdout=subprocess.PIPE, stderr=log)
         assert server.stdout is not None
         self.master = server.stdout.readline().decode().strip()

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kproxy_core.testing.network.addresses import FAMILIES
-from kproxy_core.testing.suite.scenario import Scenario
+from kproxy_conformance.network.addresses import FAMILIES
+from kproxy_conformance.suite.scenario import Scenario
 
 LEGACY = "-legacy"
 """Suffix of a mode: with the iptables programs for the kernel's legacy interface."""

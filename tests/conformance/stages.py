@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.__main__ import SOCKET_MODES
-from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver
-from kproxy_core.testing.drivers.kproxy import KproxyDriver, ThroughApiDriver
-from kproxy_core.testing.network.cgroup import NodeCgroup
-from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite.stage import Stage
+from kproxy_conformance.__main__ import SOCKET_MODES
+from kproxy_conformance.drivers.driver import NO_OPTIONS, Driver
+from kproxy_conformance.drivers.kproxy import KproxyDriver, ThroughApiDriver
+from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.suite.stage import Stage
 from tests.conformance.cases import LEGACY, THROUGH_API
 
 

@@ -12,15 +12,15 @@ from typing import ClassVar
 
 import pytest
 
-from kproxy_core.testing.__main__ import SOCKET_MODES
-from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver
-from kproxy_core.testing.drivers.kproxy import KproxyDriver
-from kproxy_core.testing.network.addresses import FAMILIES, resolve
-from kproxy_core.testing.network.cgroup import NodeCgroup
-from kproxy_core.testing.network.dialing import Outcome, dial
-from kproxy_core.testing.network.patience import patience
-from kproxy_core.testing.suite import objects
-from kproxy_core.testing.suite.stage import Stage
+from kproxy_conformance.__main__ import SOCKET_MODES
+from kproxy_conformance.drivers.driver import NO_OPTIONS, Driver
+from kproxy_conformance.drivers.kproxy import KproxyDriver
+from kproxy_conformance.network.addresses import FAMILIES, resolve
+from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.dialing import Outcome, dial
+from kproxy_conformance.network.patience import patience
+from kproxy_conformance.suite import objects
+from kproxy_conformance.suite.stage import Stage
 from tests.conformance.any_services import Attempt, Fate, Json, Where, World, turns
 
 CASES = 400

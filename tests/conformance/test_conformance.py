@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.testing.suite.scenario import find
-from kproxy_core.testing.suite.stage import PASSED
+from kproxy_conformance.suite.scenario import find
+from kproxy_conformance.suite.stage import PASSED
 from tests.conformance.cases import LEGACY, NOT_FOR, THROUGH_API, Case, cases_of, undocumented
 from tests.conformance.stages import Stages
 

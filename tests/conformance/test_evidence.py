@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from kproxy_core.testing.network.namespaces import Namespace
-from kproxy_core.testing.suite import evidence
+from kproxy_conformance.network.namespaces import Namespace
+from kproxy_conformance.suite import evidence
 from tests.nft_releases.releases import BOOKWORM, TRIXIE
 
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kproxy_conformance.drivers.backend import BackendDriver
+from kproxy_conformance.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.tracing import Match, open_table, trace_events
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
-from kproxy_core.testing.drivers.backend import BackendDriver
-from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.traffic import Traffic
 from tests.conformance.any_services import Attempt, Fate, Json, World

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.testing.drivers.kproxy import KproxyDriver
-from kproxy_core.testing.network.addresses import resolve
-from kproxy_core.testing.network.patience import patience
-from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite import stage as stages
-from kproxy_core.testing.suite.evidence import Capture
-from kproxy_core.testing.suite.limit import limit
-from kproxy_core.testing.suite.scenario import Scenario
-from kproxy_core.testing.suite.stage import FAILED, PASSED, Stage
+from kproxy_conformance.drivers.kproxy import KproxyDriver
+from kproxy_conformance.network.addresses import resolve
+from kproxy_conformance.network.patience import patience
+from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.suite import stage as stages
+from kproxy_conformance.suite.evidence import Capture
+from kproxy_conformance.suite.limit import limit
+from kproxy_conformance.suite.scenario import Scenario
+from kproxy_conformance.suite.stage import FAILED, PASSED, Stage
 
 QUICK = Scenario("quick", "A server of a pod answers.", steps=(
     {"probe": {"from": "node", "to": "pod1", "port": 8080}, "expect": {"reaches": ["pod1"]}},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from kproxy_core.testing.apiserver import protobuf
+from kproxy_conformance.apiserver import protobuf
 from tests.core.namespaces import Namespace
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class BenchServer:
-    """`kproxy_core.testing.apiserver` as a process; `stop` and `start` again keep the address."""
+    """`kproxy_conformance.apiserver` as a process; `stop` and `start` again keep the address."""
 
     def __init__(self, *options: str, node: Namespace | None = None, port: int = 0) -> None:
         """*node*: the namespace that it runs in, if another than this one. *port* 0: any."""
@@ -42,7 +42,7 @@ class BenchServer:
 
     def start(self, *options: str) -> None:
         """Start it, and return when it listens."""
-        program = ["-m", "kproxy_core.testing.apiserver"]
+        program = ["-m", "kproxy_conformance.apiserver"]
         there = ["ip", "netns", "exec", self._node.name] if self._node else []
         self._process = subprocess.Popen(
             [*there, sys.executable, *program, "--port", str(self.port), *options],

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kproxy_conformance.builders import service_name
 from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.events import BadObject, Event
 from kproxy_core.model.service import ServiceName
-from kproxy_core.testing.builders import service_name
 
 Json = dict[str, Any]
 NODE = "node1"

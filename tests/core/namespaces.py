@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import pytest
 
-from kproxy_core.testing.network import namespaces
-from kproxy_core.testing.network.cgroup import NodeCgroup
+from kproxy_conformance.network import namespaces
+from kproxy_conformance.network.cgroup import NodeCgroup
 
 T = TypeVar("T")
 

@@ -66,6 +66,18 @@ def test_packages_of_a_checkout_hold_its_commit_and_all_files(tmp_path: Path) ->
             assert files - set(archive.namelist()) == set()
 
 
+def test_the_wheel_of_the_kit_holds_all_its_files(tmp_path: Path) -> None:
+    sources = tmp_path / "conformance"
+    without = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(CHECKOUT / "conformance", sources, ignore=without)
+    files = {
+        str(path.relative_to(sources))
+        for path in (sources / "kproxy_conformance").rglob("*") if path.is_file() and path.suffix != ".md"
+    }  # fmt: skip
+    with zipfile.ZipFile(build("wheel", sources)) as archive:
+        assert files - set(archive.namelist()) == set()
+
+
 @pytest.mark.parametrize("commit", [COMMIT, ""])
 def test_the_image_is_built_with_the_given_commit(tmp_path: Path, commit: str) -> None:
     text = (CHECKOUT / "deploy" / "Containerfile").read_text()

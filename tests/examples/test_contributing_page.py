@@ -11,7 +11,7 @@ PAGE = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def play(*arguments: str) -> str:
-    command = [sys.executable, "-m", "kproxy_core.testing", *arguments]
+    command = [sys.executable, "-m", "kproxy_conformance", *arguments]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -24,7 +24,7 @@ def test_the_new_scenario_passes(tmp_path: Path) -> None:
 
 def test_the_command_for_one_scenario_writes_its_packets(tmp_path: Path) -> None:
     (line,) = [line for line in PAGE.splitlines() if line.strip().endswith(" --packets /tmp/hairpin.pcap")]
-    *arguments, _ = shlex.split(line.partition(" -m kproxy_core.testing ")[2])
+    *arguments, _ = shlex.split(line.partition(" -m kproxy_conformance ")[2])
     packets = tmp_path / "hairpin.pcap"
     assert "2 passed" in play(*arguments, str(packets))
     assert packets.stat().st_size > 10_000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.network.patience import PATIENCE, patience
-from kproxy_core.testing.suite.scenario import BACKEND, SCENARIOS, Scenario, find
-from kproxy_core.testing.suite.stage import FAILED, Result
+from kproxy_conformance.network.patience import PATIENCE, patience
+from kproxy_conformance.suite.scenario import BACKEND, SCENARIOS, Scenario, find
+from kproxy_conformance.suite.stage import FAILED, Result
 from tests.conformance.cases import DRIVER, Case
 from tests.guest.guest import Guest, with_nft
 
@@ -40,7 +40,7 @@ def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> 
             (scenarios / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
         reports.append(scenarios.with_suffix(".json"))
         commands.append(shlex.join([
-            sys.executable, "-B", "-m", "kproxy_core.testing", "--driver", driver, "--mode", mode,
+            sys.executable, "-B", "-m", "kproxy_conformance", "--driver", driver, "--mode", mode,
             *(f"--family={family}" for family in families),
             "--dir", str(scenarios), "--report", str(reports[-1]),
         ]))  # fmt: skip

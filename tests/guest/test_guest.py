@@ -6,7 +6,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from kproxy_core.testing.network.patience import patience
+from kproxy_conformance.network.patience import patience
 from tests.guest.guest import LONGEST, RUN, Guest
 
 

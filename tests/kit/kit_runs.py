@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kproxy_conformance.checks import contract, lifecycle
+from kproxy_conformance.pytest_plugin import NODE_CGROUP
+from kproxy_conformance.suite.scenario import BACKEND, find
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance import contract, lifecycle
-from kproxy_core.testing.pytest_plugin import NODE_CGROUP
-from kproxy_core.testing.suite.scenario import BACKEND, find
 from tests.conformance.cases import NOT_FOR
 from tests.core.bpf_places import new_bpf_file_system
 from tests.guest.guest import Guest, with_nft

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.checks import bench, contract, lifecycle
+from kproxy_conformance.checks.check import NotApplicable
+from kproxy_conformance.checks.subject import Wanted
+from kproxy_conformance.drivers.backend import BackendDriver
+from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.suite import player
+from kproxy_conformance.suite.scenario import SCENARIOS as DIRECTORY
+from kproxy_conformance.suite.scenario import read
+from kproxy_conformance.suite.stage import FAILED, Result, Stage
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance import bench, contract, lifecycle
-from kproxy_core.testing.conformance.checks import NotApplicable
-from kproxy_core.testing.conformance.subject import Wanted
-from kproxy_core.testing.drivers.backend import BackendDriver
-from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite import player
-from kproxy_core.testing.suite.scenario import SCENARIOS as DIRECTORY
-from kproxy_core.testing.suite.scenario import read
-from kproxy_core.testing.suite.stage import FAILED, Result, Stage
 from tests.kit.sabotage import Sabotage
 from tests.kit.sabotages import CONTRACT
 from tests.kit.scenario_sabotages import SCENARIOS

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.checks import bench, contract, lifecycle
+from kproxy_conformance.checks.check import Failed
+from kproxy_conformance.checks.subject import Wanted
 from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance import bench, contract, lifecycle
-from kproxy_core.testing.conformance.checks import Failed
-from kproxy_core.testing.conformance.subject import Wanted
 from tests.core.installed_plugins import on_path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.testing.network.dialing import DROPPED, REACHED, REFUSED, UNREACHABLE, Outcome
-from kproxy_core.testing.suite.explained import contradictions
+from kproxy_conformance.network.dialing import DROPPED, REACHED, REFUSED, UNREACHABLE, Outcome
+from kproxy_conformance.suite.explained import contradictions
 
 CLIENT, NODE = "172.18.0.100", "172.18.0.2"
 AGREES, DEVIATES, DIFFERS, UNKNOWN = "agrees", "deviates by design", "differs", "cannot be told"

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.checks.features import ADDRESSES, everything
+from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.app.explain import AGREES, Json, differences, judge, packet_to, packets_to, stale
 from kproxy_core.contract.values import KernelSide, Question, Update
 from kproxy_core.model.address import Family, parse_address
@@ -14,9 +17,6 @@ from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
 from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_core.testing.conformance.features import ADDRESSES, everything
-from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 
 @contextmanager

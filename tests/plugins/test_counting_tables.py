@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, node_view, plans, service
+from kproxy_conformance.checks.kernel_state import commits
 from kproxy_core.contract.values import Connections, Scope, Update
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
-from kproxy_core.testing.conformance.kernel_state import commits
 from kproxy_nft.table import Counting
 
 NODE = node_view(anywhere=True)

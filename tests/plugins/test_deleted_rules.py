@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.checks.features import everything
+from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_core.testing.conformance.features import everything
-from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 Json = dict[str, Any]
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import pytest
 from msgspec import structs
 
+from kproxy_conformance.builders import node_view
+from kproxy_conformance.checks.features import everything
 from kproxy_core.linux.messages import attribute, text_attribute
 from kproxy_core.linux.nft_rules import Expression
 from kproxy_core.linux.nft_tables import (
@@ -26,8 +28,6 @@ from kproxy_core.model.address import Family, Protocol, parse_address, parse_cid
 from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.testing.builders import node_view
-from kproxy_core.testing.conformance.features import everything
 from kproxy_nft import counting
 from kproxy_nftables import skeleton
 from kproxy_nftables.detect import TEMPLATES

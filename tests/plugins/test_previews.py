@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from kproxy_conformance.builders import full_update
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.checks.features import ADDRESSES, Plans, everything
+from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.values import Preview
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import full_update
-from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_core.testing.conformance.features import ADDRESSES, Plans, everything
-from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)

@@ -49,8 +49,11 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The second part of the name: ``plan`` of ``kproxy_core.plan.fate``; "" of the package itself."""
-        return [*self.name.split("."), ""][1]
+        """The second part of the name: ``plan`` of ``kproxy_core.plan.fate``; "" of the package itself.
+
+        The kit is one room, ``kit``.
+        """
+        return "kit" if self.top == "kproxy_conformance" else [*self.name.split("."), ""][1]
 
     @property
     def last(self) -> str:
@@ -118,6 +121,10 @@ def load(root: Path, package: str) -> list[Module]:
 
 def modules_of_core() -> list[Module]:
     return load(CHECKOUT, "kproxy_core")
+
+
+def modules_of_kit() -> list[Module]:
+    return load(CHECKOUT / "conformance", "kproxy_conformance")
 
 
 def modules_of_plugins() -> list[Module]:

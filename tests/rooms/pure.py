@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping
 from functools import cache
 
-from tests.rooms.modules import CHECKOUT, Module, load
+from tests.rooms.modules import CHECKOUT, Module, load, modules_of_kit
 
 STARTS_SOMETHING = frozenset(
     {"asyncio", "ctypes", "http", "kubernetes", "pyroute2", "socket", "socketserver", "ssl", "subprocess",
@@ -15,13 +15,13 @@ NAMESPACES = frozenset({"netns", "node"})
 """Fixtures that make them."""
 
 
-_OURS = ("tests.", "kproxy_core.testing.")
+_OURS = ("tests.", "kproxy_conformance.")
 
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Return the modules of the tests and of `kproxy_core.testing` by name."""
-    found = (*load(CHECKOUT, "tests"), *load(CHECKOUT, "kproxy_core"))
+    """Return the modules of the tests and of `kproxy_conformance` by name."""
+    found = (*load(CHECKOUT, "tests"), *modules_of_kit())
     return {module.name: module for module in found if module.name.startswith(_OURS)}
 
 

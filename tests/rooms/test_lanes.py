@@ -34,6 +34,6 @@ def test_a_test_that_is_left_out_fails_its_lane() -> None:
 
 def test_pure_modules_are_those_that_start_nothing_themselves_or_by_an_import() -> None:
     assert is_pure("tests.core.plan.test_claims")
-    assert is_pure("tests.core.kube.test_decode_service")  # imports an encoder of kproxy_core.testing
+    assert is_pure("tests.core.kube.test_decode_service")  # imports an encoder of kproxy_conformance
     assert not is_pure("tests.core.cli.test_cli")  # starts processes
     assert not is_pure("tests.switch.tour")  # by its room

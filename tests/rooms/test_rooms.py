@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from configparser import ConfigParser
 from importlib.metadata import entry_points
 
 import pytest
 
+from kproxy_core import __version__
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from tests.rooms import rules
 from tests.rooms.modules import (
@@ -16,9 +18,12 @@ from tests.rooms.modules import (
     Module,
     circles,
     modules_of_core,
+    modules_of_kit,
     modules_of_plugins,
     modules_of_tests,
 )
+
+KIT = tomllib.loads((CHECKOUT / "conformance" / "pyproject.toml").read_text())["project"]
 
 Rule = Callable[[Module], Iterator[str]]
 
@@ -37,7 +42,7 @@ def offences(rule: Rule, modules: Iterable[Module]) -> list[str]:
     ],
 )
 def test_core(rule: Rule) -> None:
-    assert offences(rule, modules_of_core()) == []
+    assert offences(rule, [*modules_of_core(), *modules_of_kit()]) == []
 
 
 @pytest.mark.parametrize(
@@ -54,12 +59,12 @@ def test_plugins(rule: Rule) -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert circles([*modules_of_core(), *modules_of_plugins()]) == []
+    assert circles([*modules_of_core(), *modules_of_kit(), *modules_of_plugins()]) == []
 
 
 def test_every_package_holds_modules() -> None:
-    modules = [*modules_of_core(), *modules_of_plugins()]
-    packages = {module.name for module in modules if module.is_package} - {"kproxy_core.testing.scenarios"}
+    modules = [*modules_of_core(), *modules_of_kit(), *modules_of_plugins()]
+    packages = {module.name for module in modules if module.is_package} - {"kproxy_conformance.scenarios"}
     assert packages <= {module.name.rpartition(".")[0] for module in modules}
 
 
@@ -68,15 +73,15 @@ def test_every_test_can_fail() -> None:
 
 
 def test_every_room_has_a_rule() -> None:
-    rooms = {module.room for module in modules_of_core()} - {""}
+    rooms = {module.room for module in [*modules_of_core(), *modules_of_kit()]} - {""}
     assert rooms <= {*rules.ROOMS, "cli"}
     assert rooms <= set(rules.THIRD_PARTY)
 
 
 def test_rooms_may_import_only_packages_that_they_use() -> None:
     used: dict[str, set[str]] = {}
-    for module in [*modules_of_core(), *modules_of_plugins()]:
-        room = module.room if module.top == "kproxy_core" else module.top
+    for module in [*modules_of_core(), *modules_of_kit(), *modules_of_plugins()]:
+        room = module.top if module.top in rules.THIRD_PARTY_OF_PLUGINS else module.room
         used.setdefault(room, set()).update(
             imported.top for imported in module.imports()
             if not imported.from_standard_library and not imported.top.startswith("kproxy_"))
@@ -88,12 +93,23 @@ def test_rooms_may_import_only_packages_that_they_use() -> None:
 def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
     settings = ConfigParser()
     settings.read(CHECKOUT / "setup.cfg")
-    extras = settings["options.extras_require"]
-    wanted = [settings["options"]["install_requires"], extras["conformance"]]
-    names = [re.match(r"[\w-]+", line) for text in wanted for line in text.split("\n")]
-    declared = {rules.IMPORTED_AS.get(name[0], name[0]) for name in names if name}
-    used = set().union(*rules.THIRD_PARTY.values(), *rules.THIRD_PARTY_OF_PLUGINS.values())
-    assert declared == used - rules.FROM_THE_DISTRIBUTION
+    used = set().union(
+        *(packages for room, packages in rules.THIRD_PARTY.items() if room != "kit"),
+        *rules.THIRD_PARTY_OF_PLUGINS.values())
+    assert _modules(settings["options"]["install_requires"].split("\n")) == used - rules.FROM_THE_DISTRIBUTION
+    assert _modules(KIT["dependencies"]) == {"kproxy", *rules.THIRD_PARTY["kit"]}
+
+
+def _modules(requirements: Iterable[str]) -> set[str]:
+    """Return the modules that *requirements* install, each a line or an empty one."""
+    names = [re.match(r"[\w-]+", line) for line in requirements]
+    return {rules.IMPORTED_AS.get(name[0], name[0]) for name in names if name}
+
+
+def test_the_kit_is_of_the_same_version() -> None:
+    assert KIT["version"] == __version__
+    assert f"kproxy == {__version__}" in KIT["dependencies"]
+    assert f"kproxy-conformance == {__version__}" in (CHECKOUT / "setup.cfg").read_text()
 
 
 def test_the_page_of_dependencies_names_each() -> None:

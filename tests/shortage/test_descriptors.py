@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.open_files import open_files
+from kproxy_conformance.open_files import open_files
 from tests.shortage.node import MODES, node, vip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.open_files import open_files
+from kproxy_conformance.open_files import open_files
 from tests.shortage.node import MODES, Node, node, vip
 
 _PIDFD_GETFD = 438

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kproxy_core.testing.open_files import open_files
+from kproxy_conformance.open_files import open_files
 from tests.core.namespaces import Namespace
 from tests.switch.room import KPROXY
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import yaml
 
+from kproxy_conformance.checks.kernel_state import difference
 from kproxy_core.model.timing import LONGEST
-from kproxy_core.testing.conformance.kernel_state import difference
 from tests.soak.api import Churn
 from tests.soak.damage import DAMAGES, UNANNOUNCED, WHILE_ENDED, Damage, Node
 from tests.soak.ledger import Ledger, Window, leaks
@@ -39,7 +39,7 @@ REPAIR_PATIENCE = 120.0
 """Seconds after which a damage counts as unnoticed."""
 
 _TAKE = """
-from kproxy_core.testing.conformance.kernel_state import Reader
+from kproxy_conformance.checks.kernel_state import Reader
 print(*Reader().read().in_use, sep="\\n")
 """
 _LEARNT = re.compile(r"set affinity|map affinity|\baffinity-\S+ element")

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy_core.testing.network.addresses import ADDRESSES, NETWORKS
-from kproxy_core.testing.network.cgroup import NodeCgroup
-from kproxy_core.testing.network.topology import Topology
+from kproxy_conformance.network.addresses import ADDRESSES, NETWORKS
+from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.topology import Topology
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.programs import Compilation
 from kproxy_ebpf.names import ATTACH_TYPES

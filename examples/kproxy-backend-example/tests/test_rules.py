@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import pytest
 from kproxy_plain.rules import Rules, base_rules, commands, parse_table, service_rules, table_text, together
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 
 NODE = node_view("node1", pods="10.1.0.0/16", node_port_addresses="192.0.2.1")
 MARK = "meta mark set meta mark | 0x00004000"

@@ -7,6 +7,16 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import (
+    addresses,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    node_view,
+    plans,
+    port_spec,
+    service,
+)
 from kproxy_core.app.errors import NoAnswer
 from kproxy_core.app.explain import (
     Case,
@@ -28,16 +38,6 @@ from kproxy_core.plan.fate import EndpointShare, Fate, Outcome
 from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.quarantine import Sentence
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_core.testing.builders import (
-    addresses,
-    destinations,
-    endpoint,
-    endpoint_slice,
-    node_view,
-    plans,
-    port_spec,
-    service,
-)
 
 NODE = node_view(
     "node1", zone="a", pods="10.1.0.0/16", node_port_addresses="192.0.2.10", ip="192.0.2.10",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kproxy_conformance.builders import addresses, cidrs
 from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.config.file import API_VERSION, decode
 from kproxy_core.config.flags import Flags
@@ -11,7 +12,6 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
 from kproxy_core.modes.settings import node_settings
 from kproxy_core.sync.node_facts import primary_family
-from kproxy_core.testing.builders import addresses, cidrs
 
 V4, V6 = Family.IPV4, Family.IPV6
 EVERYWHERE = "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import destinations
 from kproxy_core.app.verify import ANSWERED, HUNG, REFUSED, Attempt, connections, is_settled, result
 from kproxy_core.model.address import parse_address
-from kproxy_core.testing.builders import destinations
 from tests.core.bpf_places import confined, inside
 from tests.core.cli.test_cli import WEB, manifests, node
 from tests.core.namespaces import Namespace

@@ -4,6 +4,7 @@
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import cidrs
 from kproxy_core.config.file import API_VERSION, ConfigError, decode, load
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import (
@@ -19,7 +20,6 @@ from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Description
 from kproxy_core.model.address import Family, parse_address, parse_cidr
 from kproxy_core.modes.settings import Configuration, node_settings, serving_settings
-from kproxy_core.testing.builders import cidrs
 from tests.core.golden import golden
 
 HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view, plans, service
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import PluginFailed, Unsupported
 from kproxy_core.contract.registry import Registry
@@ -19,7 +20,6 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.modes.switch import start_backend
 from kproxy_core.plan.fate import Origin, Packet
-from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.contract.test_registry import SETTINGS, plugin
 from tests.core.installed_plugins import install, on_path
 from tests.core.namespaces import Namespace, namespace

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import (
-    changed_update,
-    endpoint_slice,
-    full_update,
-    node_view,
-    plans,
-    service,
-)
 from tests.core.installed_plugins import install, on_path
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "writing-a-backend.md"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.registry import PluginNotFound, PluginRefused, Registry, UnknownMode, read_names
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.modes.choice import conclude
 from kproxy_core.modes.settings import Configuration
-from kproxy_core.testing.builders import full_update, node_view
 from tests.core.contract.test_registry import plugin
 from tests.core.installed_plugins import install, on_path
 

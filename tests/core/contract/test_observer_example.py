@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view, plans, service
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, SyncReport
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.contract.test_registry import plugin
 from tests.core.installed_plugins import install, on_path
 

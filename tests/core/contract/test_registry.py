@@ -7,6 +7,7 @@ from pathlib import Path
 import pluggy
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view, plans, service
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import PluginFailed, SyncFailed, Unsupported
@@ -16,7 +17,6 @@ from kproxy_core.contract.values import BackendSettings, SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.modes.choice import conclude
 from kproxy_core.modes.settings import Configuration
-from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.installed_plugins import install, on_path
 
 SETTINGS = BackendSettings((Family.IPV4,))

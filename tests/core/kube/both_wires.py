@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
+from kproxy_conformance.apiserver import protobuf
 from kproxy_core.kube.decode import Resource
 from kproxy_core.kube.protobuf import ProtobufDecoder
 from kproxy_core.kube.reading import Reading
-from kproxy_core.testing.apiserver import protobuf
 
 Json = dict[str, Any]
 

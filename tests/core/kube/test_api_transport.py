@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kproxy_conformance.network.patience import patience
 from kproxy_core.kube import transport as wire
 from kproxy_core.kube.access import Access
 from kproxy_core.kube.transport import (
@@ -23,7 +24,6 @@ from kproxy_core.kube.transport import (
     Transport,
     Unreachable,
 )
-from kproxy_core.testing.network.patience import patience
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])
 OK = b"HTTP/1.1 200 OK\r\n"

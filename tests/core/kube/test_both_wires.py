@@ -8,15 +8,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.apiserver.objects import Options, generate
+from kproxy_conformance.apiserver.protobuf import encode_item
+from kproxy_conformance.network.addresses import FAMILIES
+from kproxy_conformance.suite.objects import base_objects, build
+from kproxy_conformance.suite.scenario import Scenario, find
 from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Resource
 from kproxy_core.kube.encode import encode_service, encode_slice
 from kproxy_core.kube.protobuf import any_endpoint, parser, read_endpoint
 from kproxy_core.kube.reading import read_endpoints
-from kproxy_core.testing.apiserver.objects import Options, generate
-from kproxy_core.testing.apiserver.protobuf import encode_item
-from kproxy_core.testing.network.addresses import FAMILIES
-from kproxy_core.testing.suite.objects import base_objects, build
-from kproxy_core.testing.suite.scenario import Scenario, find
 from tests.core.kube.both_wires import read_alike
 from tests.core.kube.test_encode import SERVICES_OF_ANY_KIND, SLICES
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from kproxy_conformance.builders import service_name
+from kproxy_conformance.open_files import open_files
 from kproxy_core.kube.checks import Checked, CheckedSource
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.model.events import Complete, Emit, Event, SliceGone, SliceSet
 from kproxy_core.model.service import Check, Endpoint, EndpointSlice, SliceName, SlicePort
-from kproxy_core.testing.builders import service_name
-from kproxy_core.testing.open_files import open_files
 from tests.core.directory_rig import PATIENCE, State
 from tests.core.kube.test_directory_errors import no_descriptors_left
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import addresses, cidrs
 from kproxy_core.kube.decode import NODES, SERVICE_CIDRS
 from kproxy_core.model.events import NodeSet, ServiceCidrSet
 from kproxy_core.model.node import NodeObject
-from kproxy_core.testing.builders import addresses, cidrs
 from tests.core.kube.both_wires import read_alike
 
 Json = dict[str, Any]

@@ -9,6 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.apiserver.protobuf import (
+    MAGIC,
+    encode_event,
+    encode_item,
+    encode_list,
+    encode_object,
+    envelope,
+    frame,
+)
 from kproxy_core.kube.decode import (
     ENDPOINT_SLICES,
     NODES,
@@ -23,15 +32,6 @@ from kproxy_core.kube.protobuf import ProtobufDecoder, read_status
 from kproxy_core.kube.requests import status_error
 from kproxy_core.kube.transport import JSON, PROTOBUF_OR_JSON, Frames, accept_header, without_managed_fields
 from kproxy_core.model.events import ServiceSet
-from kproxy_core.testing.apiserver.protobuf import (
-    MAGIC,
-    encode_event,
-    encode_item,
-    encode_list,
-    encode_object,
-    envelope,
-    frame,
-)
 
 DECODER = ProtobufDecoder(SERVICES)
 

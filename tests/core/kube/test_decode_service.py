@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import addresses, cidrs, node_view, plans, port_spec, service, service_name
 from kproxy_core.kube.decode import SERVICES
 from kproxy_core.kube.reading import Reading
 from kproxy_core.model.events import ServiceGone, ServiceSet
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import addresses, cidrs, node_view, plans, port_spec, service, service_name
 from tests.core.kube.both_wires import read_alike
 
 Json = dict[str, Any]

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, port_spec
 from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS
 from kproxy_core.kube.reading import Reading
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import SliceGone, SliceSet
 from kproxy_core.model.service import EndpointSlice, SliceName
-from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
 from tests.core.kube.both_wires import read_alike
 
 Json = dict[str, Any]

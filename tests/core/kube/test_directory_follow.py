@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import service_name
+from kproxy_conformance.network.patience import patience
+from kproxy_conformance.open_files import open_files
 from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.model.events import Complete, ServiceGone
-from kproxy_core.testing.builders import service_name
-from kproxy_core.testing.network.patience import patience
-from kproxy_core.testing.open_files import open_files
 from tests.core.directory_rig import PATIENCE, State, followed, service, serving, text, wait_past_everything
 
 

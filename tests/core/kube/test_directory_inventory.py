@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import cidrs
 from kproxy_core.kube.decode import Malformed
 from kproxy_core.kube.directory import Inventory, read_manifest
 from kproxy_core.model.events import Event
-from kproxy_core.testing.builders import cidrs
 from tests.core.directory_rig import NODE, State, endpoint_slice, endpoints, node, service, service_cidr, text
 
 Json = dict[str, Any]

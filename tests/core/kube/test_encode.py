@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from kproxy_conformance.builders import addresses, endpoint, endpoint_slice, service
 from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from kproxy_core.kube.encode import encode_node, encode_service, encode_service_cidr, encode_slice
 from kproxy_core.model.address import Family, parse_cidr
 from kproxy_core.model.events import NodeSet, ServiceCidrSet, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice, Service
-from kproxy_core.testing.builders import addresses, endpoint, endpoint_slice, service
 
 SERVICES_OF_ANY_KIND = {
     "plain": service("shop/web", "http:80", "dns:53/UDP"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import addresses, node_view, plans, service_name
 from kproxy_core.kube.directory import FORWARDS, Inventory, read_manifest
 from kproxy_core.kube.encode import encode_forward
 from kproxy_core.kube.forward import Objects
@@ -14,7 +15,6 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.events import Event, ServiceSet, SliceSet
 from kproxy_core.model.service import Check, Endpoint, EndpointSlice, PortSpec, Service, SlicePort
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import addresses, node_view, plans, service_name
 
 Json = dict[str, Any]
 TCP, UDP = Protocol.TCP, Protocol.UDP

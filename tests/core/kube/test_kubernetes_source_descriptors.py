@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.open_files import open_files
 from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest
-from kproxy_core.testing.open_files import open_files
 from tests.core.api_servers import (
     KINDS,
     TLS,

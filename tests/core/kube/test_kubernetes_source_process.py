@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.apiserver.objects import Options, generate
+from kproxy_conformance.apiserver.objects import Options, generate
 from tests.core.api_servers import BenchServer
 from tests.core.namespaces import Namespace, namespace
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kproxy_conformance.builders import cidrs
+from kproxy_conformance.network.patience import patience
 from kproxy_core.kube.access import Access, CurrentAccess
 from kproxy_core.kube.reflector import RELIST_SPREAD, KubernetesSource
 from kproxy_core.kube.transport import (
@@ -26,8 +28,6 @@ from kproxy_core.kube.transport import (
 )
 from kproxy_core.model.events import BadObject, Event
 from kproxy_core.model.timing import Backoff
-from kproxy_core.testing.builders import cidrs
-from kproxy_core.testing.network.patience import patience
 from tests.core.api_servers import (
     Exchange,
     ScriptedServer,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import cidrs, endpoint, endpoint_slice, service, service_name
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.events import (
@@ -24,7 +25,6 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
-from kproxy_core.testing.builders import cidrs, endpoint, endpoint_slice, service, service_name
 
 V4, V6 = Family.IPV4, Family.IPV6
 WEB, OTHER = service_name("web"), service_name("other")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import destinations
 from kproxy_core.kube.verdicts import Verdict, left_out, patience
 from kproxy_core.model.service import Destination
-from kproxy_core.testing.builders import destinations
 
 
 @pytest.mark.parametrize(("results", "verdicts"), [

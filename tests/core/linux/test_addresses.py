@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kproxy_conformance.builders import addresses
 from kproxy_core.linux.addresses import AddressWatch, default_source_address, node_addresses
 from kproxy_core.model.address import Address, Family, format_address
-from kproxy_core.testing.builders import addresses
 from tests.core.namespaces import Namespace, namespace
 
 LOOPBACK = frozenset(addresses("127.0.0.1 ::1"))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, node_view, service
 from kproxy_core.linux import conntrack
 from kproxy_core.linux.conntrack import UdpFlow, delete_stale_syns, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
@@ -23,7 +24,6 @@ from kproxy_core.plan.endpoints import endpoints_of
 from kproxy_core.plan.quarantine import Answers, Attempt
 from kproxy_core.plan.service_plan import Frontend, plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, is_stale_syn
-from kproxy_core.testing.builders import endpoint_slice, node_view, service
 from tests.core.namespaces import Namespace, namespace
 
 

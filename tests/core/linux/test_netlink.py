@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.linux import messages as netlink
 from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkRequest, Span
 from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread, RequestError
-from kproxy_core.testing.conformance.privileges import without_privileges
 
 NOTHING = 0xEE << 8
 """A subsystem of nfnetlink that no kernel has."""

@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import pytest
 
+from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.nftables import chain_exists, table_exists
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance.privileges import without_privileges
 from tests.core.namespaces import namespace
 
 

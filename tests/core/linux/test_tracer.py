@@ -1,10 +1,10 @@
 """What happened to a packet, from the announcements about rules and flows."""
 
+from kproxy_conformance.builders import destinations
 from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.tracing import PATIENCE, FindDialled, Match, TracedPacket, TraceEvent, Tracer
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
-from kproxy_core.testing.builders import destinations
 
 CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))
 (ENDPOINT,) = destinations("10.1.2.3:8080")

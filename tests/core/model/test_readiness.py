@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import endpoint, endpoint_slice
 from kproxy_core.model.readiness import LostReadiness
 from kproxy_core.model.service import EndpointSlice
-from kproxy_core.testing.builders import endpoint, endpoint_slice
 
 READY, UNREADY, LEAVING, ABSENT = "ready", "unready", "leaving", "absent"
 STATES = st.sampled_from([READY, UNREADY, LEAVING, ABSENT])

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kproxy_conformance.builders import service
 from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.hooks import ENTRY_POINTS, hookimpl
@@ -33,7 +34,6 @@ from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.pacing import Pacing
-from kproxy_core.testing.builders import service
 from tests.core.loop_rig import Rig
 
 V4 = Family.IPV4

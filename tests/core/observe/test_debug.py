@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 
+from kproxy_conformance.network.patience import patience
 from kproxy_core.kube.protobuf import message_classes
 from kproxy_core.observe.pages import Debug, dispatch
 from kproxy_core.observe.server import HttpServer
-from kproxy_core.testing.network.patience import patience
 from tests.core.observe.http_clients import (
     LOOPBACK,
     connect,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from h11._receivebuffer import ReceiveBuffer
 
+from kproxy_conformance.network.patience import patience
 from kproxy_core.model.address import Address, parse_address
 from kproxy_core.observe.exchange import Exchange
 from kproxy_core.observe.messages import Answer, Request
 from kproxy_core.observe.server import HttpServer
-from kproxy_core.testing.network.patience import patience
 from tests.core.namespaces import own_network
 from tests.core.observe.http_clients import (
     ANYWHERE,

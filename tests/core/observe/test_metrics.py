@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, service
 from kproxy_core.contract.values import Measurement, Scope, SyncReport
 from kproxy_core.kube.requests import ApiRequest
 from kproxy_core.kube.store import Store
@@ -18,7 +19,6 @@ from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.plan.service_plan import plan_service
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure
 from kproxy_core.sync.plans import FamilyPlans, Step
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, service
 from tests.core.golden import golden
 from tests.core.metric_values import values
 

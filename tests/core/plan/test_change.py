@@ -3,11 +3,11 @@
 
 from msgspec import structs
 
+from kproxy_conformance.builders import endpoint_slice, node_view, plans, service
 from kproxy_core.app.changes import changes, changes_in_kernel, document
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
-from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 
 NODE = node_view("node1", zone="a", pods="10.1.0.0/16", node_port_addresses="192.0.2.10", ip="192.0.2.10")
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import node_view, service, service_name
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_core.model.service import Service, ServiceName
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, plan_service
-from kproxy_core.testing.builders import node_view, service, service_name
 
 NODE = node_view()
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"

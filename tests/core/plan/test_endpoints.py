@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.service import Candidate, Destination, Endpoint, EndpointSlice
-from kproxy_core.plan.endpoints import endpoints_of
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import (
+from kproxy_conformance.builders import (
     destinations,
     endpoint,
     endpoint_slice,
@@ -19,6 +16,9 @@ from kproxy_core.testing.builders import (
     port_spec,
     service,
 )
+from kproxy_core.model.service import Candidate, Destination, Endpoint, EndpointSlice
+from kproxy_core.plan.endpoints import endpoints_of
+from kproxy_core.plan.service_plan import ServicePlan
 
 # -- merged from slices
 

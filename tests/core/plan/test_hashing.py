@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from kproxy_conformance.builders import addresses, destinations, endpoint_slice, node_view, plans, service
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.hashing import SIZES, hash_slots, jhash, populate, slot_of
-from kproxy_core.testing.builders import addresses, destinations, endpoint_slice, node_view, plans, service
 
 TEN = destinations(" ".join(f"10.1.{n}.{n + 10}:8080" for n in range(10)))
 FLOWS = [(addresses(f"10.2.{n >> 8 & 255}.{n & 255}")[0], 1024 + n * 7919 % 60000) for n in range(10_000)]

@@ -2,11 +2,11 @@
 
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice
 from kproxy_core.model.address import parse_address
 from kproxy_core.model.readiness import LostReadiness
 from kproxy_core.model.service import Endpoint
 from kproxy_core.plan.last_resort import LastResort, as_ready, find_last_resort
-from kproxy_core.testing.builders import endpoint, endpoint_slice
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 DOWN = [endpoint(address, ready=False) for address in (A, B)]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import addresses, cidrs
 from kproxy_core.config.settings import parse_node_port_addresses
 from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
 from kproxy_core.model.node import NodePortAddresses
@@ -16,7 +17,6 @@ from kproxy_core.plan.service_plan import (
     names_loopback,
     select_node_port_addresses,
 )
-from kproxy_core.testing.builders import addresses, cidrs
 
 HERE = addresses("127.0.0.1 ::1 172.19.0.2 172.18.0.2 172.18.0.10 fd00::2 fe80::1")
 

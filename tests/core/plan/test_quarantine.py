@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import destinations, endpoint, endpoint_slice, node_view, port_spec
 from kproxy_core.model.address import Address
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.endpoints import categorize, endpoints_of
 from kproxy_core.plan.quarantine import LONGEST_TERM, Answer, Answers, Attempt, Judge, Sentence
-from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, port_spec
 
 pytestmark = pytest.mark.pure
 

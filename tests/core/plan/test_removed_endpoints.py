@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import addresses, destinations, endpoint, endpoint_slice, node_view, service
 from kproxy_core.model.address import Address, Protocol, parse_address
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.endpoints import endpoints_of
@@ -14,7 +15,6 @@ from kproxy_core.plan.removed_endpoints import (
     kept_destinations,
 )
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, plan_service
-from kproxy_core.testing.builders import addresses, destinations, endpoint, endpoint_slice, node_view, service
 
 NODE = node_view()
 A, B, C = destinations("10.244.0.1:8080 10.244.0.2:8080 10.244.0.3:8080")

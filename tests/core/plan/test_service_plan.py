@@ -4,6 +4,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kproxy_conformance.builders import (
+    addresses,
+    cidrs,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    node_view,
+    plans,
+    port_spec,
+    service,
+)
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import Endpoint, Service
 from kproxy_core.plan.endpoints import endpoints_of
@@ -15,17 +26,6 @@ from kproxy_core.plan.service_plan import (
     count_ready_local,
     plan_service,
     serving_destinations,
-)
-from kproxy_core.testing.builders import (
-    addresses,
-    cidrs,
-    destinations,
-    endpoint,
-    endpoint_slice,
-    node_view,
-    plans,
-    port_spec,
-    service,
 )
 
 NODE = node_view("node1")

@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import EndpointSlice
-from kproxy_core.plan.fate import Origin, Packet, decide
-from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local
-from kproxy_core.plan.shares import MOST_SLOTS, reduce_weights, repeated
-from kproxy_core.plan.stale_flows import StaleFlowTracker
-from kproxy_core.testing.builders import (
+from kproxy_conformance.builders import (
     addresses,
     destinations,
     endpoint,
@@ -19,6 +13,12 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
+from kproxy_core.model.address import Protocol
+from kproxy_core.model.service import EndpointSlice
+from kproxy_core.plan.fate import Origin, Packet, decide
+from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local
+from kproxy_core.plan.shares import MOST_SLOTS, reduce_weights, repeated
+from kproxy_core.plan.stale_flows import StaleFlowTracker
 
 
 @pytest.mark.parametrize(("weights", "reduced"), [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import addresses, endpoint_slice, node_view, plans, service
 from kproxy_core.contract.values import Scope
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol
@@ -16,7 +17,6 @@ from kproxy_core.plan.stale_flows import Socket
 from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
 from kproxy_core.sync.plans import Step
-from kproxy_core.testing.builders import addresses, endpoint_slice, node_view, plans, service
 from tests.core.sync_events import NO_INSTANCE
 
 V4, V6 = Family.IPV4, Family.IPV6

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from kproxy_conformance.builders import destinations, endpoint, endpoint_slice, node_view, service
 from kproxy_core.model.address import parse_address
 from kproxy_core.model.service import Destination, ServiceName
 from kproxy_core.plan.quarantine import Answer, Answers, Attempt, Quarantined, Sentence
 from kproxy_core.plan.service_plan import ServicePlan, plan_service
 from kproxy_core.sync.endpoint_health import EndpointHealth, WatchedEndpoints
 from kproxy_core.sync.plans import Step
-from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, service
 from tests.core.loop_rig import Clock
 
 pytestmark = pytest.mark.pure

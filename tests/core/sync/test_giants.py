@@ -4,13 +4,13 @@ import logging
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, service, service_name
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import Update
 from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice
 from kproxy_core.plan import endpoints as candidates
 from kproxy_core.sync import family, plans
-from kproxy_core.testing.builders import endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, Rig
 
 

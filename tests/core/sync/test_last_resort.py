@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, service, service_name
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.model.address import parse_address
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceGone, SliceSet
 from kproxy_core.model.service import Endpoint, SliceName
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, V6, RecordingBackend, Rig
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"

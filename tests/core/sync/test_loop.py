@@ -6,6 +6,17 @@ from typing import Literal
 
 import pytest
 
+from kproxy_conformance.builders import (
+    addresses,
+    cidrs,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    node_view,
+    plans,
+    service,
+    service_name,
+)
 from kproxy_core.contract.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.kube.store import Store
@@ -26,17 +37,6 @@ from kproxy_core.model.service import ServicePortKey, SliceName
 from kproxy_core.plan.quarantine import Sentence
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.plans import HealthCheck
-from kproxy_core.testing.builders import (
-    addresses,
-    cidrs,
-    destinations,
-    endpoint,
-    endpoint_slice,
-    node_view,
-    plans,
-    service,
-    service_name,
-)
 from tests.core.loop_rig import V4, WALL, Clock, RecordingBackend, Rig
 
 WEB = ServiceSet(service("web"))

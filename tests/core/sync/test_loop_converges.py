@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import cidrs, endpoint, endpoint_slice, service, service_name
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import (
@@ -21,7 +22,6 @@ from kproxy_core.model.events import (
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServicePortKey, SliceName
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import cidrs, endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, V6, Rig
 from tests.core.metric_values import values
 

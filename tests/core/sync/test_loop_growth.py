@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, service, service_name
 from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
-from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import Rig
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
+from kproxy_conformance.builders import addresses, cidrs
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import LocalSource, NodeObject
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.testing.builders import addresses, cidrs
 
 V4, V6 = Family.IPV4, Family.IPV6
 INTERFACES = frozenset(addresses("127.0.0.1 ::1 192.0.2.1 192.0.2.2 10.1.0.1 2001:db8::1"))

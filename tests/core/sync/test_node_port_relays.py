@@ -13,6 +13,9 @@ from queue import SimpleQueue
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_conformance.network.addresses import ADDRESSES
+from kproxy_conformance.network.topology import Topology
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import WorkerPool
@@ -21,9 +24,6 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.node_port_relays import NodePortRelays
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
-from kproxy_core.testing.network.addresses import ADDRESSES
-from kproxy_core.testing.network.topology import Topology
 from tests.core.namespaces import Namespace, own_network
 
 __all__ = ["own_network"]

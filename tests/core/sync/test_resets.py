@@ -4,6 +4,7 @@ import errno
 from collections.abc import Collection
 from queue import SimpleQueue
 
+from kproxy_conformance.builders import destinations, endpoint_slice, service, service_name
 from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import Damage, IsRemoved, SyncReport, Update
@@ -15,7 +16,6 @@ from kproxy_core.model.service import Destination, ServicePortKey, SliceName
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.resets import ConnectionResets, ResetResult
-from kproxy_core.testing.builders import destinations, endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, Clock, Rig
 
 WEB = ServicePortKey("default", "web", "", Protocol.TCP)

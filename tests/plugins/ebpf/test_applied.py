@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Applied, Contents, Difference, compare, contents
 from kproxy_ebpf.batch import endpoint_key_of_slot, id_family, parse_service, service_id, slot_key

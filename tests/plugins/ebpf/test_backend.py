@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract import Backend, BackendSettings, Scope, SyncFailed, SyncReport, TrustLost, Update
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.backend import EbpfBackend
 from kproxy_ebpf.batch import frontend_family

@@ -2,12 +2,12 @@
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf.detect import caveats
 from kproxy_ebpf.settings import Settings
 

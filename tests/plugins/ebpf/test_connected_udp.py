@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.linux import sockets as diag
 from kproxy_core.linux.sockets import connected_udp_sockets, destroy_udp_sockets, udp_destruction_problem
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf

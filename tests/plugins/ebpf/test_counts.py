@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.values import BackendSettings, Carried, Failure, Handshake
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf.backend import EbpfBackend
 from kproxy_ebpf.settings import Settings
 from tests.core.late_endpoints import Lateness, handshake_of, late_endpoints

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import full_update
+from kproxy_conformance.checks.features import ADDRESSES, everything
 from kproxy_core.contract.values import KernelSide
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
-from kproxy_core.testing.builders import full_update
-from kproxy_core.testing.conformance.features import ADDRESSES, everything
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel.maps import Kernel, pinned_maps

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_conformance.open_files import open_files
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.contract.values import BackendSettings, Update
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
-from kproxy_core.testing.open_files import open_files
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP, client_key
 from kproxy_ebpf.cleanup import GRACE, cleanup, retire

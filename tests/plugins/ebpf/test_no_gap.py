@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.errors import TrustLost
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf

@@ -2,10 +2,10 @@
 
 import pytest
 
+from kproxy_conformance.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination, EndpointSlice, Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ebpf.applied import contents
 from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, frontend_key, node_port_key
 from kproxy_ebpf.names import ENDPOINTS

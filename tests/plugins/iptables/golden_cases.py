@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from kproxy_conformance.builders import full_update
 from kproxy_core.config.file import decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, DetectLocalMode, resolve
@@ -19,7 +20,6 @@ from kproxy_core.model.events import Event
 from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import plan_service
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.testing.builders import full_update
 from tests.core.golden import GOLDEN
 
 CASES = GOLDEN / "iptables"

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 
 NODE = "node1"
 NODES = {

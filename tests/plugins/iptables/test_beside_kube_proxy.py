@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from kproxy_conformance.checks.bench import lonely_node
 from kproxy_core.app.explain import Json
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_iptables.backend import IptablesBackend
 from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases

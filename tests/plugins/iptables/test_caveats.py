@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_iptables.hooks import kproxy_caveats
 
 EVERYWHERE = node_view(anywhere=True, node_port_addresses="192.0.2.1")

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import node_view
 from kproxy_core.contract.errors import TrustLost
 from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import node_view
 from kproxy_iptables.family import FamilyState
 from kproxy_xtables.tables import Busy, Tables
 from tests.plugins.iptables.golden_cases import normalised

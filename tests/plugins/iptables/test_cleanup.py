@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.linux import programs
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance.privileges import without_privileges
 from kproxy_iptables.cleanup import cleanup
 from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_state, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, full_update
 from kproxy_core.contract.errors import TrustLost
 from kproxy_core.contract.values import BackendSettings
-from kproxy_core.testing.builders import changed_update, full_update
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.skeleton import Facts
 from kproxy_iptables.wanted import make_style, wanted

@@ -5,10 +5,10 @@ import re
 import msgspec
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_iptables.names import endpoint_chain, service_chains
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import Settings

@@ -11,10 +11,10 @@ from queue import SimpleQueue
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, full_update
 from kproxy_core.contract.values import BackendSettings, Damage
 from kproxy_core.linux import programs
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import changed_update, full_update
 from kproxy_iptables.backend import IptablesBackend
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 from tests.plugins.iptables.scenes import NODES, all_plans, plain

@@ -10,19 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.app import preparation
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import (
-    changed_update,
-    endpoint_slice,
-    full_update,
-    node_view,
-    plans,
-    service,
-)
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.cleanup import cleanup

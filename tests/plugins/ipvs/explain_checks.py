@@ -12,10 +12,10 @@ from random import Random
 
 import pytest
 
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.network.addresses import FAMILIES
 from kproxy_core.contract.values import KernelSide, Question
 from kproxy_core.model.address import Family, format_socket
-from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_core.testing.network.addresses import FAMILIES
 from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.settings import Settings

@@ -11,12 +11,12 @@ from queue import Queue
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import Preview
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.service import Destination
-from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from kproxy_core.contract.values import BackendSettings
-from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import (
+from kproxy_conformance.builders import (
     changed_update,
     endpoint,
     endpoint_slice,
@@ -21,7 +17,11 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
+from kproxy_core.contract.values import BackendSettings
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.kernel.servers import VirtualServers

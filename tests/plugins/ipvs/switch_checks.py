@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy_core.contract.values import BackendSettings, Failure, Update
-from kproxy_core.linux.nftables import table_exists
-from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
-from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.testing.builders import (
+from kproxy_conformance.builders import (
     addresses,
     endpoint,
     endpoint_slice,
@@ -31,7 +25,13 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
+from kproxy_core.contract.values import BackendSettings, Failure, Update
+from kproxy_core.linux.nftables import table_exists
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend

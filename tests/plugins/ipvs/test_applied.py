@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ipvs import applied as state
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare

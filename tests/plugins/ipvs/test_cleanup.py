@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
+from kproxy_conformance.builders import node_view
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
 from kproxy_ipvs.cleanup import plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
 from kproxy_ipvs.names import FILTER, MANGLE, NAT

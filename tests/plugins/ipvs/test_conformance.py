@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.suite.stage import PASSED, Result
+from kproxy_conformance.suite.stage import PASSED, Result
 from tests.conformance.cases import NOT_FOR, Case, cases_of, undocumented
 from tests.guest.scenarios import FOUND, play_scenarios
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import Settings, read_settings
 

@@ -4,9 +4,9 @@
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import node_view
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import sets

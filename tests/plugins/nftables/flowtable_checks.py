@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import node_view
+from kproxy_conformance.drivers.backend import BackendDriver
+from kproxy_conformance.drivers.driver import merged
+from kproxy_conformance.network.addresses import FAMILIES
+from kproxy_conformance.suite.scenario import SCENARIOS, Scenario, find
+from kproxy_conformance.suite.stage import PASSED, Stage
 from kproxy_core.linux.nft_tables import Layout, commands_text, constants, difference
 from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import node_view
-from kproxy_core.testing.drivers.backend import BackendDriver
-from kproxy_core.testing.drivers.driver import merged
-from kproxy_core.testing.network.addresses import FAMILIES
-from kproxy_core.testing.suite.scenario import SCENARIOS, Scenario, find
-from kproxy_core.testing.suite.stage import PASSED, Stage
 from kproxy_nftables import skeleton
 from kproxy_nftables.skeleton import Extras
 from tests.core.namespaces import own_network

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from kproxy_core.testing.network.patience import patience
+from kproxy_conformance.network.patience import patience
 
 _LINE = re.compile(r"trace id (\w+) ip (\S+) (\S+) (packet: |policy |rule (.*) \(verdict (\w+)(?: (\S+))?\))")
 _TRACE = """

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.linux.nft_rules import rule_text
 from kproxy_core.linux.nft_tables import Chain
 from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements
 from kproxy_nftables.names import parse_template
 from kproxy_nftables.skeleton import Extras, templates, templates_of

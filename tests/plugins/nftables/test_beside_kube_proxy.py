@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
+from kproxy_conformance.checks.bench import lonely_node
 from kproxy_core.app.explain import Json
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Question
@@ -17,7 +18,6 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import list_table
 from kproxy_core.model.address import Family, format_address, format_socket
 from kproxy_core.plan.fate import Origin, Outcome, Packet
-from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.explain import explain, frontends
 from tests.nft_releases.releases import BOOKWORM, RELEASES, TRIXIE, Release

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract.values import Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_nftables.hooks import kproxy_caveats
 
 NO_INTERFACE = "node ports are not served on local addresses that no interface has"

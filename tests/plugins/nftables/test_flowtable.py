@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view
 from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import full_update, node_view
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.render import render_text
 from kproxy_nftables.settings import read_settings

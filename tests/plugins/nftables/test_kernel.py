@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.linux.messages import transaction
@@ -24,7 +25,6 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.cleanup import cleanup

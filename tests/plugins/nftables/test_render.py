@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.model.address import Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Service
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_nftables.names import Template, parse_template
 from kproxy_nftables.render import render_text
 from kproxy_nftables.skeleton import Extras

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
+from kproxy_conformance.network.namespaces import Namespace
 from kproxy_core.contract.values import BackendSettings, Scope, Update
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_nftables.backend import NftablesBackend
 from tests.plugins.nftables import rules_met
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_conformance.network.namespaces import Namespace
 
 from .proxies import Proxy, Start
 

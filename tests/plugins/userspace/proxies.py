@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, node_view, plans
 from kproxy_core.contract.values import BackendSettings, SyncReport
 from kproxy_core.linux.relay.pool import Worker
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import EndpointSlice, Service
-from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, node_view, plans
 from kproxy_userspace.backend import UserspaceBackend
 
 VIP = "10.96.0.1"

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module

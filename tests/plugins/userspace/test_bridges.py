@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
+from kproxy_conformance.network.namespaces import Namespace
 from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family, parse_address
-from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_userspace.kernel.portals import bridged_sources
 
 SETTINGS = ("net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables")

@@ -2,12 +2,12 @@
 
 import pytest
 
+from kproxy_conformance.builders import full_update, node_view, plans, service
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.plan.service_plan import plan_service
-from kproxy_core.testing.builders import full_update, node_view, plans, service
 from kproxy_userspace.hooks import kproxy_caveats
 
 NODE = node_view(anywhere=True)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import kproxy_userspace.family as family_module
+from kproxy_conformance.builders import endpoint_slice, plans, service
+from kproxy_conformance.network.namespaces import run
 from kproxy_core.contract.values import BackendSettings, Failure
 from kproxy_core.linux.relay.orders import Count
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.observe.traffic import Counts
-from kproxy_core.testing.builders import endpoint_slice, plans, service
-from kproxy_core.testing.network.namespaces import run
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.wanted import wanted

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.checks.features import everything
+from kproxy_conformance.checks.subject import full
 from kproxy_core.app.explain import AGREES, DEVIATES, judge
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, KernelSide, Question
@@ -14,9 +17,6 @@ from kproxy_core.linux import programs
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_core.testing.conformance.features import everything
-from kproxy_core.testing.conformance.subject import full
 from kproxy_userspace.explain import frontends
 from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.names import TABLE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.builders import service
+from kproxy_conformance.builders import service
 
 from .endpoints import PATIENCE
 from .program import manifests, metric, problems, program, until

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.builders import service
-from kproxy_core.testing.network.patience import patience
+from kproxy_conformance.builders import service
+from kproxy_conformance.network.patience import patience
 
 from .endpoints import PATIENCE, connect, endpoints, name_of
 from .proxies import ONE, VIP, A, Proxy, Start

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, full_update, plans, service
 from kproxy_core.contract import Backend, BackendSettings
 from kproxy_core.linux.relay.orders import WorkerSettings
 from kproxy_core.linux.relay.pool import WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import retire as retire_module
 from kproxy_userspace.cleanup import cleanup

@@ -16,14 +16,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from kproxy_conformance.builders import changed_update, endpoint_slice, full_update, plans, service
+from kproxy_conformance.network.dialing import wait_until
+from kproxy_conformance.network.patience import patience
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.relay.orders import Serve
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
-from kproxy_core.testing.network.dialing import wait_until
-from kproxy_core.testing.network.patience import patience
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
 from kproxy_userspace.cleanup import cleanup

@@ -2,9 +2,9 @@
 
 import pytest
 
+from kproxy_conformance.builders import node_view
 from kproxy_core.model.address import Protocol, format_socket, parse_address
 from kproxy_core.plan.fate import Origin, Packet
-from kproxy_core.testing.builders import node_view
 from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 PACKET = Packet(
