@@ -27,6 +27,7 @@ from kproxy_core.app.requests import (
     Plans,
     Report,
     Request,
+    Status,
     Switch,
     Targets,
     Top,
@@ -335,7 +336,8 @@ class _Proxy:
     def _make_overview(self) -> "Overview":
         from kproxy_core.app.overview import Overview  # nor this
 
-        return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name)
+        return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name,
+                        lambda: self._switch.configured)
 
     def _observers(self) -> list[SyncObserver]:
         failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")
@@ -437,6 +439,8 @@ class _Proxy:
                     return {**self._answers().report(), **self._own_report()}
                 case Plans():
                     return self._answers().plans()
+                case Status():
+                    return self._overview().condition()
                 case Top():
                     return {"status": self._overview().status(), **self._overview().services(request)}
         except (BackendError, NoAnswer, SwitchFailed) as error:

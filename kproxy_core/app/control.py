@@ -28,7 +28,7 @@ from kproxy_core.app import requests
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Answer, Request
 from kproxy_core.linux import process
-from kproxy_core.observe.logs import printable
+from kproxy_core.observe.logs import printable, printable_json
 
 if TYPE_CHECKING:
     from kproxy_core.modes.switch import ReportProgress  # A command that asks a proxy needs none of the rest.
@@ -243,18 +243,7 @@ def _checked(request: Request, answer: Answer) -> Answer:
         raise RequestRefused(
             f"the proxy's answer has no {missing[0]!r}: it runs another version than this command,"
             f" {__version__}")
-    return dict(_printable(answer))
-
-
-def _printable(value: Any) -> Any:
-    match value:
-        case str():
-            return printable(value)
-        case list():
-            return [_printable(item) for item in value]
-        case dict():
-            return {printable(key): _printable(item) for key, item in value.items()}
-    return value
+    return dict(printable_json(answer))
 
 
 def _connect() -> socket.socket:

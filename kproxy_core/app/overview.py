@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kproxy_core.app.requests import Sort, Top
+from kproxy_core.config.release import commit
 from kproxy_core.contract.values import Failure
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.service import ServicePortKey
@@ -41,14 +42,16 @@ class Overview:
 
     def __init__(
         self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
-        traffic: TrafficRecorder | None, node: str,
+        traffic: TrafficRecorder | None, node: str, configured: Callable[[], str],
     ) -> None:
+        """*configured* returns the mode of the configuration; "": none."""
         self._loop = loop
         self._health = health
         self._about = about
         self._history = history
         self._traffic = traffic
         self._node = node
+        self._configured = configured
 
     def status(self) -> dict[str, Any]:
         """Return mode, health, problems and the last syncs."""
@@ -63,6 +66,24 @@ class Overview:
             "healthy": bool(health["healthy"]), "eligible": bool(health.get("nodeEligible", True)),
             "problems": problems, "counted": self._traffic is not None,
             "syncs": [record._asdict() for record in self._history.records] if self._history else [],
+        }  # fmt: skip
+
+    def condition(self) -> dict[str, Any]:
+        """Return whether the proxy is well, and what tells so. Does not need the loop."""
+        condition = self._health.condition()
+        healthz = self._health.healthz()
+        fallback = self._about.fallback
+        fallen = str(fallback) if fallback is not None and fallback.serving == self._about.mode else ""
+        return {
+            "node": self._node, "mode": self._about.mode, "configured": self._configured(),
+            "version": self._about.version, "commit": commit(), "now": time.time(),
+            "started": self._about.started, "well": condition.is_well and not fallen,
+            # The fallback is as old as the process, and outlasts other problems.
+            "since": self._about.started if fallen else condition.since,
+            "problems": condition.problems + [fallen] * bool(fallen), "fallback": fallen,
+            "last_sync": condition.last_sync, "lag": round(condition.lag, 3),
+            "foreign_changes": condition.foreign_changes,
+            "healthz": {"code": healthz.status, "body": json.loads(healthz.body)},
         }  # fmt: skip
 
     def services(self, asked: Top) -> dict[str, Any]:

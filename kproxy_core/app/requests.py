@@ -82,6 +82,12 @@ class Plans(_Request, frozen=True, kw_only=True, tag="plans"):
     answer_fields = ("mode", "plans")
 
 
+class Status(_Request, frozen=True, kw_only=True, tag="status"):
+    """Say whether the proxy is well."""
+
+    answer_fields = ("node", "mode", "configured", "version", "well", "since", "problems", "last_sync", "lag")
+
+
 class Top(_Request, frozen=True, kw_only=True, tag="top"):
     """List service ports with their traffic."""
 
@@ -95,7 +101,7 @@ class Top(_Request, frozen=True, kw_only=True, tag="top"):
     count: Annotated[int, Meta(ge=1, le=MOST_SERVICE_PORTS)] = 50
 
 
-Request = Switch | Compare | Explain | Diff | Targets | Report | Plans | Top
+Request = Switch | Compare | Explain | Diff | Targets | Report | Plans | Status | Top
 
 _NAMES = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
 

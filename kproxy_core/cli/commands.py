@@ -11,6 +11,7 @@ from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, t
 
 COMMANDS = {
     "modes": "List the installed modes, and find out which work here.",
+    "status": "Say whether this node's proxy is well.",
     "explain": "Explain what happens to packets to a Service, and why.",
     "diff": "Compare what the kernel does with packets to what it should do.",
     "verify": "Connect to every Service by TCP, and report which endpoints answer.",
@@ -27,9 +28,14 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the console script. Exit with status 0, with that of the command, or with 1 for wrong usage."""
+    """Run the console script."""
+    run_script(kproxy)
+
+
+def run_script(command: click.Command) -> None:
+    """Run *command*. Exit with status 0, with its own, or with 1 for wrong usage."""
     try:
-        status = kproxy.main(standalone_mode=False)
+        status = command.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         status = 1 if isinstance(error, click.UsageError) else error.exit_code

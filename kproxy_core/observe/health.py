@@ -22,6 +22,23 @@ class _FamilyState(Struct):
     pending_since: float | None = None
     """Monotonic time of the oldest request since then."""
     problem: str = ""
+    foreign_changes: int = 0
+
+
+class Condition(Struct, frozen=True, kw_only=True):
+    """The proxy's health at one moment. Times are in seconds since the epoch."""
+
+    is_well: bool
+    """Every family is synced, no change is overdue, and nothing else is wrong."""
+    since: float
+    """When `is_well` became what it is."""
+    problems: list[str]
+    last_sync: float | None
+    """The newest successful sync; None: none yet."""
+    lag: float
+    """Age in seconds of the oldest change that is not programmed yet; 0: everything is."""
+    foreign_changes: int
+    """Changes by other processes that were noticed, each of which is repaired."""
 
 
 class ProxyHealth(SyncObserver):
@@ -48,6 +65,8 @@ class ProxyHealth(SyncObserver):
         self._states = {family: _FamilyState() for family in families}
         self._held = ""
         self._others: dict[tuple[Family, str], str] = {}
+        self._was_well = False
+        self._since_ns = wall_ns()
 
     def report(self, what: str, family: Family, problem: str) -> None:
         """Show the *problem* of something else than the syncs; "": it is over. The proxy is healthy."""
@@ -55,11 +74,13 @@ class ProxyHealth(SyncObserver):
             self._others.pop((family, what), None)
             if problem:
                 self._others[family, what] = problem
+            self._note()
 
     def hold(self, reason: str) -> None:
         """Report not ready, with *reason*, until `release`. The proxy is still alive and serving."""
         with self._lock:
             self._held = reason
+            self._note()
 
     def release(self) -> None:
         self.hold("")
@@ -70,7 +91,10 @@ class ProxyHealth(SyncObserver):
             if state.pending_since is None:
                 state.pending_since = self._monotonic()
 
-    damage_found = sync_requested
+    def damage_found(self, family: Family) -> None:
+        with self._lock:
+            self._states[family].foreign_changes += 1
+            self.sync_requested(family)
 
     def sync_succeeded(self, synced: Synced) -> None:
         """Nothing is pending. The service ports that could not be served are shown."""
@@ -79,11 +103,13 @@ class ProxyHealth(SyncObserver):
             state.updated_ns = self._wall_ns()
             state.pending_since = None
             state.problem = synced.problem
+            self._note()
 
     def sync_failed(self, failure: SyncFailure) -> None:
         """The error is shown until a sync succeeds."""
         with self._lock:
             self._states[failure.family].problem = str(failure.error)
+            self._note()
 
     def node_seen(self, node: NodeObject) -> None:
         with self._lock:
@@ -111,16 +137,43 @@ class ProxyHealth(SyncObserver):
         with self._lock:
             return self._alive()
 
+    def condition(self) -> Condition:
+        with self._lock:
+            self._note()
+            now, states = self._monotonic(), self._states.values()
+            newest = max((state.updated_ns or 0 for state in states), default=0)
+            pending = [state.pending_since for state in states if state.pending_since is not None]
+            return Condition(
+                is_well=self._was_well, since=self._since_ns / 1e9, problems=self.problems(),
+                last_sync=newest / 1e9 if newest else None, lag=now - min(pending, default=now),
+                foreign_changes=sum(state.foreign_changes for state in states))
+
     def problems(self) -> list[str]:
         """Return why the proxy is not ready, and what it could not serve."""
         with self._lock:
-            problems = [
-                f"{family.label}: {state.problem or 'no sync has succeeded yet'}"
-                for family, state in self._states.items() if state.problem or state.updated_ns is None
-            ]
+            now = self._monotonic()
+            problems = [f"{family.label}: {problem}" for family, state in self._states.items()
+                        if (problem := self._problem(state, now))]
             problems += [
                 f"{family.label}: {what}: {problem}" for (family, what), problem in self._others.items()]
             return [*problems, self._held] if self._held else problems
+
+    def _note(self) -> None:
+        """Remember when the proxy became well, or no longer so: if it is late, since its oldest change."""
+        is_well = not self.problems()
+        if is_well != self._was_well:
+            now = self._monotonic()
+            late = [now - (state.pending_since or now) for state in self._states.values()
+                    if self._overdue(state, now)]
+            self._was_well = is_well
+            self._since_ns = self._wall_ns() - int(max(late, default=0) * 1e9)
+
+    def _problem(self, state: _FamilyState, now: float) -> str:
+        if state.problem:
+            return state.problem
+        if self._overdue(state, now):
+            return f"changes have been waiting for {now - (state.pending_since or now):.0f} s"
+        return "" if state.updated_ns is not None else "no sync has succeeded yet"
 
     def _alive(self) -> bool:
         now = self._monotonic()

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
@@ -149,3 +149,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_json(value: Any) -> Any:
+    """Return *value*, as JSON has it, with printable texts and keys."""
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [printable_json(item) for item in value]
+        case dict():
+            return {printable(key): printable_json(item) for key, item in value.items()}
+    return value

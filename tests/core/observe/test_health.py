@@ -37,6 +37,11 @@ class Node:
             self.health.sync_succeeded(synced(family))
         return self
 
+    def condition(self) -> tuple[bool, float]:
+        """Whether it is well, and since which second."""
+        condition = self.health.condition()
+        return condition.is_well, condition.since - START.timestamp()
+
     @property
     def verdicts(self) -> tuple[bool, bool, bool]:
         """Proxy healthy, ready, alive."""
@@ -190,3 +195,39 @@ def test_the_problem_of_another_part_is_shown_and_the_proxy_is_healthy() -> None
     assert node.health.healthz().status == 200
     node.health.report("connections to removed endpoints", V4, "")
     assert node.health.problems() == []
+
+
+def test_the_condition_says_since_when_the_proxy_is_well() -> None:
+    node = Node()
+    node.wait(5)
+    assert node.condition() == (False, 0)
+    assert node.health.condition().problems == [
+        "IPv4: no sync has succeeded yet", "IPv6: no sync has succeeded yet"]
+    node.in_sync()
+    node.wait(100)
+    assert node.condition() == (True, 5)
+    node.health.sync_failed(failed(V4, "busy"))
+    node.wait(7)
+    assert node.condition() == (False, 105)
+    node.in_sync()
+    assert node.condition() == (True, 112)
+
+
+def test_a_late_proxy_is_not_well_since_its_oldest_change() -> None:
+    node = Node().in_sync()
+    node.wait(10)
+    node.health.sync_requested(V6)
+    node.wait(59)
+    assert node.condition() == (True, 0)
+    assert node.health.condition().lag == 59
+    node.wait(11)
+    assert node.condition() == (False, 10)
+    assert node.health.condition().problems == ["IPv6: changes have been waiting for 70 s"]
+
+
+def test_foreign_changes_are_counted() -> None:
+    node = Node().in_sync()
+    for family in (V4, V6, V6):
+        node.health.damage_found(family)
+    assert node.health.condition().foreign_changes == 3
+    assert node.health.condition().last_sync == START.timestamp()
