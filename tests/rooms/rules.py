@@ -36,7 +36,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "observe": frozenset({"h11", "msgspec", "prometheus_client"}),
     "modes": frozenset({"msgspec"}),
     "app": frozenset({"msgspec"}),
-    "kit": frozenset({"msgspec", "pyroute2", "pytest", "yaml"}),
+    "kit": frozenset({"msgspec", "pyroute2", "pytest", "wsproto", "yaml"}),
     "cli": frozenset({"click", "msgspec", "rich", "yaml"}),
 }
 """Packages from outside that each room imports; docs/design/dependencies.md has the cost of each."""

@@ -1,9 +1,10 @@
 """HTTP of the API server: LIST, WATCH, watch-list, bookmarks and 410, and control endpoints for
 measurements.
 
-  GET  /api/v1/services, /api/v1/nodes,
+  GET  /api/v1/services, /api/v1/nodes, /api/v1/pods (in JSON only),
        /apis/discovery.k8s.io/v1/endpointslices,
        /apis/networking.k8s.io/v1/servicecidrs   LIST and WATCH (also below /namespaces/NS/, and with a name)
+  GET  /api/v1/namespaces/NS/pods/POD/exec       a websocket, if the server knows how to run commands
   POST any .../events                            accepted and forgotten
 
 They are answered in protobuf where the Accept header names it first, else in JSON; without managed fields
@@ -35,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from kproxy_conformance.apiserver.commands import Commands, Locate
 from kproxy_conformance.apiserver.encoding import JSON, PROTOBUF, Encoding, WithoutManagedFields
 from kproxy_conformance.apiserver.selectors import Selector
 from kproxy_conformance.apiserver.store import (
@@ -63,7 +65,9 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self, address: tuple[str, int], store: Store, *, watch_list: bool = True,
         drop_managed_fields: bool = True, bookmark_interval: float = 60.0, verbose: bool = False,
+        locate: Locate | None = None,
     ) -> None:  # fmt: skip
+        """*locate*: where commands in pods run; None: nowhere."""
         super().__init__(address, _Handler)
         self.store = store
         self.watch_list = watch_list
@@ -71,6 +75,9 @@ class Server(ThreadingHTTPServer):
         self.bookmark_interval = bookmark_interval
         self.verbose = verbose
         self.churn: Churn | None = None
+        self.commands = Commands(locate) if locate is not None else None
+        self.refused: set[tuple[str, str]] = set()
+        """Verbs and resources, such as ``("create", "pods/exec")``, that no client may use."""
 
     @property
     def port(self) -> int:
@@ -89,6 +96,8 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self.store.expire()
+        if self.commands is not None:
+            self.commands.stop()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -171,8 +180,12 @@ class _Handler(BaseHTTPRequestHandler):
             churn = self.server.churn
             times = list(churn.times) if churn else []
             return self._answer(200, {"done": churn is None or churn.is_done, "times": times})
+        if url.path.endswith("/exec"):
+            return self._exec(url)
         resource, namespace, name = self._find(url.path)
-        if query.get("watch") in _TRUE:
+        is_watch = query.get("watch") in _TRUE
+        self._authorize("watch" if is_watch else "get" if name else "list", resource.plural, namespace)
+        if is_watch:
             return self._watch(resource, query, Selector(query, namespace, name))
         if not name:
             return self._list(resource, query, Selector(query, namespace))
@@ -181,6 +194,30 @@ class _Handler(BaseHTTPRequestHandler):
         if entry is None:
             raise ApiError(404, "NotFound", f'{resource.plural} "{name}" not found')
         return self._answer(200, resource.full(entry))
+
+    def _authorize(self, verb: str, resource: str, namespace: str | None) -> None:
+        """Raise the ApiError of RBAC if the test refuses this."""
+        if (verb, resource) in self.server.refused:
+            where = f'in the namespace "{namespace}"' if namespace else "at the cluster scope"
+            what = resource.partition("/")[0]
+            raise ApiError(
+                403, "Forbidden",
+                f'{what} is forbidden: User "tester" cannot {verb} resource "{resource}" in API group "" '
+                f"{where}")
+
+    def _exec(self, url: urllib.parse.SplitResult) -> None:
+        """Run a command in a pod. A real server asks for ``get`` and ``create`` (KEP-2862)."""
+        query = urllib.parse.parse_qs(url.query)
+        resource, namespace, name = self._find(url.path.removesuffix("/exec"))
+        for verb in ("get", "create"):
+            self._authorize(verb, f"{resource.plural}/exec", namespace)
+        with self._store.lock:
+            pod = resource.items.get((namespace or "", name or ""))
+        if pod is None or self.server.commands is None:
+            raise ApiError(404, "NotFound", f'{resource.plural} "{name}" not found')
+        self.close_connection = True
+        self.server.commands.serve(
+            self.connection, self.headers.items(), self.path, pod.obj, query.get("command", []))
 
     def _list(self, resource: Resource, query: Mapping[str, str], selector: Selector) -> None:
         limit = int(query.get("limit") or 0)

@@ -105,6 +105,7 @@ class Store:
             for resource in (
                 Resource("/api/v1", "services", "Service"),
                 Resource("/api/v1", "nodes", "Node"),
+                Resource("/api/v1", "pods", "Pod"),
                 Resource("/apis/discovery.k8s.io/v1", "endpointslices", "EndpointSlice"),
                 Resource("/apis/networking.k8s.io/v1", "servicecidrs", "ServiceCIDR"),
             )
