@@ -108,6 +108,7 @@ ALL = (
     *_scenarios("nftables-through-api", 1),
     *_scenarios("nftables", 2),
     *_scenarios("ebpf", 2),
+    Lane("fleet", ("tests/fleet",)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
     Lane("browser", ("tests/browser",)),
 )  # fmt: skip

@@ -20,6 +20,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "modes": frozenset({"observe", "sync", "config", "contract", "linux", "plan", "model"}),
     "app": frozenset(
         {"modes", "observe", "sync", "kube", "config", "contract", "linux", "plan", "model"}),
+    "fleet": frozenset({"observe"}),
     "kit": frozenset({"app", "modes", "sync", "kube", "config", "linux", "contract", "plan", "model"}),
 }  # fmt: skip
 """The rooms of the core that each room may import, apart from itself. `cli` may import all. The kit, a
@@ -36,6 +37,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "observe": frozenset({"h11", "msgspec", "prometheus_client"}),
     "modes": frozenset({"msgspec"}),
     "app": frozenset({"msgspec"}),
+    "fleet": frozenset({"kubernetes", "msgspec", "urllib3", "websocket"}),
     "kit": frozenset({"msgspec", "pyroute2", "pytest", "wsproto", "yaml"}),
     "cli": frozenset({"click", "msgspec", "rich", "yaml"}),
 }
@@ -54,7 +56,7 @@ FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
 
 IMPORTED_AS = {
     "protobuf": "google", "prometheus-client": "prometheus_client", "python3-nftables": "nftables",
-    "pyyaml": "yaml",
+    "pyyaml": "yaml", "websocket-client": "websocket",
 }  # fmt: skip
 """Modules of distributions with another name."""
 

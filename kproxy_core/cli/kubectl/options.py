@@ -1,0 +1,65 @@
+"""Options that name a cluster and its nodes, and the errors of asking them."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kproxy_core.fleet.cluster import Cluster
+
+_OPTIONS = (
+    click.option("--kubeconfig", metavar="FILE", default="", help="As kubectl's."),
+    click.option("--context", metavar="NAME", default="", help="As kubectl's."),
+    click.option("-n", "--namespace", metavar="NAME", default="",
+                 help="Namespace of the kproxy pods.  [default: kube-system]"),
+    click.option("-l", "--selector", metavar="LABELS", default="",
+                 help="Labels of the kproxy pods.  [default: k8s-app=kproxy]"),
+)
+
+NODES = click.option("--nodes", metavar="LABELS", default="", help="Only nodes with these labels.")
+
+
+def with_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that name a cluster, and pass it as *cluster*. Turn its errors into one line."""
+
+    @functools.wraps(command)
+    def run(*, kubeconfig: str, context: str, namespace: str, selector: str, **options: Any) -> Any:
+        with fleet_errors():
+            return command(cluster=_cluster(kubeconfig, context, namespace, selector), **options)
+
+    for option in reversed(_OPTIONS):
+        run = option(run)
+    return run
+
+
+def _cluster(kubeconfig: str, context: str, namespace: str, selector: str) -> "Cluster":
+    with needed_packages():
+        from kproxy_core.fleet.cluster import Cluster
+
+    return Cluster(kubeconfig, context, namespace, selector)
+
+
+@contextmanager
+def needed_packages() -> Iterator[None]:
+    """Name a package that is not installed, and what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the Python package {error.name!r} is missing: `pip install 'kproxy[all]'` has it") from error
+
+
+@contextmanager
+def fleet_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        with needed_packages():
+            from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
+
+        if isinstance(error, (Forbidden, NoCluster, Unreached)):
+            raise click.ClickException(str(error)) from error
+        raise

@@ -1,0 +1,75 @@
+"""``kubectl kproxy status``: every node, those with problems first."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kproxy_core.cli.kubectl.options import NODES, with_cluster
+from kproxy_core.cli.kubectl.tables import Row, asked, show_table
+from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.status import age
+
+if TYPE_CHECKING:
+    from kproxy_core.fleet.answers import Status
+    from kproxy_core.fleet.cluster import Cluster, Node
+    from kproxy_core.fleet.errors import Unreached
+
+ASKED = ("kproxy", "status", "--doctor", "-o", "json")
+
+HEADERS = ("NODE", "STATE", "FOR", "MODE", "VERSION", "LAST SYNC", "LAG", "FOREIGN CHANGES", "DOCTOR",
+           "PROBLEMS")
+
+
+def read(cluster: "Cluster", selector: str) -> "list[tuple[Node, Status | Unreached]]":
+    """Return the status of each node, those with problems first. Raises as `fleet_errors` expects."""
+    from kproxy_core.fleet.answers import Status
+
+    found = list(asked(cluster, cluster.nodes(selector), ASKED, Status))
+    return sorted(found, key=lambda each: (is_well(each[1]), each[0].name))
+
+
+def is_well(found: "Status | Unreached") -> bool:
+    return not isinstance(found, Exception) and found.well
+
+
+def document(node: "Node", found: "Status | Unreached") -> dict[str, Any]:
+    import msgspec
+
+    if isinstance(found, Exception):
+        return {"node": node.name, "ready": node.ready, "well": False, "problems": [found.why]}
+    return {"node": node.name, "ready": node.ready, **msgspec.to_builtins(found)}
+
+
+def row(node: "Node", found: "Status | Unreached") -> Row:
+    if isinstance(found, Exception):
+        state = "not reached" if node.pod else "no kproxy"
+        return Row((node.name, state, *[""] * 7, found.why), is_odd=True)
+    last = "never" if found.last_sync is None else f"{age(found.now - found.last_sync)} ago"
+    doctor = f"{len(found.findings)} findings" if found.findings else ""
+    version = f"{found.version} ({found.commit})" if found.commit else found.version
+    return Row(
+        (node.name, "well" if found.well else "not well", age(found.now - found.since), found.mode, version,
+         last, age(found.lag) if found.lag else "", str(found.foreign_changes), doctor,
+         "; ".join(found.problems)), is_odd=not found.well)
+
+
+@click.command("status", cls=FlagCommand)
+@NODES
+@with_cluster
+@TEXT_OR_JSON
+def command(cluster: "Cluster", nodes: str, output: str) -> int:
+    """Say which nodes' proxies are well.
+
+    Nodes with problems come first: those without a kproxy pod, those that do not answer, and those whose
+    proxy is not well. Exit status: 1 if there is any, else 0.
+    """
+    found = read(cluster, nodes)
+    well = sum(is_well(status) for _, status in found)
+    if output == "json":
+        documents = [document(node, status) for node, status in found]
+        click.echo(json.dumps({"nodes": documents, "well": well}, indent=2))
+    else:
+        show_table(HEADERS, [row(node, status) for node, status in found])
+        click.echo(f"{well} of {len(found)} nodes are well")
+    return 0 if well == len(found) else 1

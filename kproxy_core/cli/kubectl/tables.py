@@ -1,0 +1,86 @@
+"""Questions to many nodes with a progress bar, and tables: styled on a terminal, aligned text elsewhere."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import click
+
+from kproxy_core.cli.kubectl.options import needed_packages
+from kproxy_core.cli.terminal import is_terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kproxy_core.fleet.cluster import Cluster, Node
+    from kproxy_core.fleet.errors import Unreached
+
+T = TypeVar("T")
+
+
+def asked(
+    cluster: "Cluster", nodes: "Sequence[Node]", command: Sequence[str], kind: type[T],
+) -> "Iterator[tuple[Node, T | Unreached]]":
+    """Run *command* on *nodes*, and yield each with its answer. Shows the progress on a terminal."""
+    from kproxy_core.fleet.answers import decode
+    from kproxy_core.fleet.errors import Unreached
+
+    with progress_bar(command[1]) as progress:
+        for node, reply in cluster.ask_all(nodes, command, progress=progress):
+            if isinstance(reply, Unreached):
+                yield node, reply
+                continue
+            try:
+                yield node, decode(node, reply, kind)
+            except Unreached as error:
+                yield node, error
+
+
+@contextmanager
+def progress_bar(what: str) -> "Iterator[Callable[[int, int], None]]":
+    """Yield a function that shows how many nodes of all have been asked *what*, on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with needed_packages():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("nodes")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class Row(NamedTuple):
+    cells: Sequence[str]
+    is_odd: bool = False
+    """It needs attention."""
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print *rows*; the last column may be long."""
+    if not is_terminal():
+        for line in aligned([headers, *(row.cells for row in rows)]):
+            click.echo(line)
+        return
+    with needed_packages():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row.cells), style="red" if row.is_odd else "")
+    Console(no_color=bool(os.environ.get("NO_COLOR"))).print(table)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each row, with its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
