@@ -146,19 +146,25 @@ def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) 
         table.add_row(
             f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *[escape(frontends)] * wide,
             str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
-            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")), _bytes(row))
+            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")),
+            volume(_bytes(row)))
         for endpoint in row["endpoints"] if view.endpoints else ():
             remark = endpoint.get("quarantine") or ("" if endpoint["usable"] else "no longer usable")
             name = f"  {escape(endpoint['endpoint'])}{remark and f' [yellow]({escape(remark)})[/]'}"
             failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
             table.add_row(name, *[""] * (2 + wide), str(endpoint["forwarded"]), "", str(failed),
-                          _bytes(endpoint))
+                          volume(_bytes(endpoint)))
     return table
 
 
-def _bytes(row: Mapping[str, Any]) -> str:
-    """Return the bytes of both directions, such as ``1.5 MB``; "-" for 0, also if bytes are not counted."""
-    number: float = row["bytes_to_endpoint"] + row["bytes_from_endpoint"]
+def _bytes(row: Mapping[str, Any]) -> int:
+    """Return the bytes of both directions."""
+    number: int = row["bytes_to_endpoint"] + row["bytes_from_endpoint"]
+    return number
+
+
+def volume(number: float) -> str:
+    """Return bytes such as ``1.5 MB``; "-" for 0, also if bytes are not counted."""
     if not number:
         return "-"
     units = iter(("B", "kB", "MB", "GB", "TB"))

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from tests.fleet.canned import Canned
 from tests.fleet.fleet import Fleet
 
 
@@ -12,3 +14,10 @@ from tests.fleet.fleet import Fleet
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         yield Fleet(stack, tmp_path_factory.mktemp("fleet"))
+
+
+@pytest.fixture
+def canned(tmp_path: Path) -> Iterator[Canned]:
+    made = Canned(tmp_path)
+    yield made
+    made.server.stop()

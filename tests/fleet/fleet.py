@@ -131,6 +131,10 @@ class Fleet:
     def in_hub(self, *arguments: str) -> list[str]:
         return ["ip", "netns", "exec", self.hub.name, KUBECTL_KPROXY, *arguments]
 
+    def connect(self, node: str, address: str, port: int) -> None:
+        """Open a TCP connection from *node*, and close it. Raises OSError."""
+        self.nodes[node].inside(lambda: socket.create_connection((address, port), PATIENCE)).close()
+
     def apply(self, obj: Json) -> None:
         """Create or replace an object at the API server."""
         self.server.store.apply(obj)

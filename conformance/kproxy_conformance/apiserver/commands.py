@@ -67,11 +67,12 @@ class Commands:
             assert process.stderr is not None
             _pass_on({process.stdout: _STDOUT, process.stderr: _STDERR}, send)
         self._running.discard(process)
-        if not process.returncode:
+        status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if not status:
             return {"metadata": {}, "status": "Success"}
-        message = f"command terminated with non-zero exit code: exit status {process.returncode}"
+        message = f"command terminated with non-zero exit code: exit status {status}"
         return _failure("NonZeroExitCode", message) | {
-            "details": {"causes": [{"reason": "ExitCode", "message": str(process.returncode)}]}}
+            "details": {"causes": [{"reason": "ExitCode", "message": str(status)}]}}
 
     def stop(self) -> None:
         """Kill the commands that still run."""

@@ -52,6 +52,8 @@ from kproxy_conformance.apiserver.store import (
 )
 
 _TRUE = ("1", "true")
+_POLLED = 0.05
+"""Seconds between two looks at whether it must stop."""
 _BLOCK = 262_144
 """Bytes of initial events in one chunk."""
 
@@ -85,7 +87,7 @@ class Server(ThreadingHTTPServer):
 
     def start(self) -> None:
         """Serve in a thread of its own."""
-        threading.Thread(target=self.serve_forever, name="apiserver", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(_POLLED,), name="apiserver", daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error, unless it is that a client has left."""

@@ -8,6 +8,10 @@ from kproxy_core.cli.options import NORMAL, FlagGroup
 
 COMMANDS = {
     "status": "Say which nodes' proxies are well.",
+    "diff": "Compare what each node's kernel does with packets to what it should do.",
+    "verify": "Connect from every node to every Service by TCP.",
+    "top": "Show the traffic of each Service, summed over the nodes.",
+    "report": "Collect the archives for a bug report.",
 }
 """The first sentence of each command's help."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
-from kproxy_core.cli.kubectl.tables import Row, asked, show_table
+from kproxy_core.cli.kubectl.tables import Row, asked, selected, show_table
 from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
 from kproxy_core.cli.status import age
 
@@ -25,7 +25,7 @@ def read(cluster: "Cluster", selector: str) -> "list[tuple[Node, Status | Unreac
     """Return the status of each node, those with problems first. Raises as `fleet_errors` expects."""
     from kproxy_core.fleet.answers import Status
 
-    found = list(asked(cluster, cluster.nodes(selector), ASKED, Status))
+    found = list(asked(cluster, selected(cluster, selector), ASKED, Status))
     return sorted(found, key=lambda each: (is_well(each[1]), each[0].name))
 
 

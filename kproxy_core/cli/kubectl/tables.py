@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -20,15 +20,45 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def selected(cluster: "Cluster", selector: str) -> "list[Node]":
+    """Return the nodes that *selector* means. Raises ClickException if there are none."""
+    nodes = cluster.nodes(selector)
+    if not nodes:
+        raise click.ClickException(f"no node has the labels {selector}" if selector else "there are no nodes")
+    return nodes
+
+
+def gathered(
+    cluster: "Cluster", selector: str, command: Sequence[str], kind: type[T], **limits: Any,
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Return the answers of all nodes that *selector* means, by name, and why others did not answer.
+
+    *limits*: see `Cluster.ask_all`. Raises as `fleet_errors` expects.
+    """
+    from kproxy_core.fleet.errors import Unreached
+
+    found: dict[str, T] = {}
+    unreached: dict[str, str] = {}
+    for node, answer in asked(cluster, selected(cluster, selector), command, kind, **limits):
+        if isinstance(answer, Unreached):
+            unreached[node.name] = answer.why
+        else:
+            found[node.name] = answer
+    return dict(sorted(found.items())), dict(sorted(unreached.items()))
+
+
 def asked(
-    cluster: "Cluster", nodes: "Sequence[Node]", command: Sequence[str], kind: type[T],
+    cluster: "Cluster", nodes: "Sequence[Node]", command: Sequence[str], kind: type[T], **limits: Any,
 ) -> "Iterator[tuple[Node, T | Unreached]]":
-    """Run *command* on *nodes*, and yield each with its answer. Shows the progress on a terminal."""
+    """Run *command* on *nodes*, and yield each with its answer. Shows the progress on a terminal.
+
+    *limits*: see `Cluster.ask_all`.
+    """
     from kproxy_core.fleet.answers import decode
     from kproxy_core.fleet.errors import Unreached
 
     with progress_bar(command[1]) as progress:
-        for node, reply in cluster.ask_all(nodes, command, progress=progress):
+        for node, reply in cluster.ask_all(nodes, command, progress=progress, **limits):
             if isinstance(reply, Unreached):
                 yield node, reply
                 continue
@@ -58,6 +88,13 @@ class Row(NamedTuple):
     cells: Sequence[str]
     is_odd: bool = False
     """It needs attention."""
+
+
+def show_unreached(unreached: Mapping[str, str]) -> None:
+    """Print the nodes that did not answer, with the reason of each."""
+    if unreached:
+        show_table(("NODE", "NO ANSWER"), [Row(each, is_odd=True) for each in unreached.items()])
+        click.echo()
 
 
 def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
