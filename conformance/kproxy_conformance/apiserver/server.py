@@ -80,6 +80,8 @@ class Server(ThreadingHTTPServer):
         self.commands = Commands(locate) if locate is not None else None
         self.refused: set[tuple[str, str]] = set()
         """Verbs and resources, such as ``("create", "pods/exec")``, that no client may use."""
+        self.authorized: set[tuple[str, str, str]] = set()
+        """The verb, resource and namespace ("": none) of every request that was allowed."""
 
     @property
     def port(self) -> int:
@@ -206,9 +208,10 @@ class _Handler(BaseHTTPRequestHandler):
                 403, "Forbidden",
                 f'{what} is forbidden: User "tester" cannot {verb} resource "{resource}" in API group "" '
                 f"{where}")
+        self.server.authorized.add((verb, resource, namespace or ""))
 
     def _exec(self, url: urllib.parse.SplitResult) -> None:
-        """Run a command in a pod. A real server asks for ``get`` and ``create`` (KEP-2862)."""
+        """Run a command in a pod, for which a user needs ``get`` and ``create`` (KEP-4006)."""
         query = urllib.parse.parse_qs(url.query)
         resource, namespace, name = self._find(url.path.removesuffix("/exec"))
         for verb in ("get", "create"):
