@@ -30,7 +30,7 @@ def _lines(found: Found) -> Iterator[str]:
     yield f"version          {found['version']}{commit}, running for {age(now - found['started'])}"
     last = "never" if found["last_sync"] is None else f"{age(now - found['last_sync'])} ago"
     yield f"last sync        {last}"
-    lag = f"oldest change has been waiting for {age(found['lag'])}" if found["lag"] else "all programmed"
+    lag = f"the oldest has been waiting for {age(found['lag'])}" if found["lag"] else "all programmed"
     yield f"changes          {lag}"
     yield f"foreign changes  {found['foreign_changes']}"
     eligible = found["healthz"]["body"].get("nodeEligible", True)

@@ -28,7 +28,7 @@ NAMESPACE = "kube-system"
 SELECTOR = "k8s-app=kproxy"
 """The DaemonSet of ``deploy/``: its namespace, and the labels of its pods."""
 CONTAINER = "kproxy"
-AT_A_TIME = 32
+AT_A_TIME = 50
 """Nodes that are asked at the same time."""
 TIMEOUT = 30.0
 """Seconds for a request to the API server, or for a command in a pod."""

@@ -2,12 +2,15 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
 
 import pytest
 
+from kproxy_core.cli.kubectl import COMMANDS
+from tests.core.api_servers import CHECKOUT
 from tests.fleet.canned import STATUS, Canned
 from tests.fleet.fleet import KUBECTL_KPROXY
 
@@ -19,6 +22,11 @@ def test_help_is_printed_without_heavy_imports() -> None:
     assert output.startswith("Usage: ")
     *_, modules = output.splitlines()
     assert not {"kubernetes", "msgspec", "rich", "kproxy_core.cli.kubectl.status"} & set(modules.split())
+
+
+def test_the_page_has_every_command() -> None:
+    page = (CHECKOUT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == set(COMMANDS)
 
 
 def test_on_a_terminal_a_bar_shows_the_progress_and_problems_are_red(canned: Canned) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kproxy_core.fleet.errors import Unreached
 
 ASKED = ("kproxy", "status", "--doctor", "-o", "json")
+_TIMEOUT = 15.0
+"""Seconds: nodes that hang must not keep those of a large cluster waiting."""
 
 HEADERS = ("NODE", "STATE", "FOR", "MODE", "VERSION", "LAST SYNC", "LAG", "FOREIGN CHANGES", "DOCTOR",
            "PROBLEMS")
@@ -25,7 +27,7 @@ def read(cluster: "Cluster", selector: str) -> "list[tuple[Node, Status | Unreac
     """Return the status of each node, those with problems first. Raises as `fleet_errors` expects."""
     from kproxy_core.fleet.answers import Status
 
-    found = list(asked(cluster, selected(cluster, selector), ASKED, Status))
+    found = list(asked(cluster, selected(cluster, selector), ASKED, Status, timeout=_TIMEOUT))
     return sorted(found, key=lambda each: (is_well(each[1]), each[0].name))
 
 
@@ -46,7 +48,8 @@ def row(node: "Node", found: "Status | Unreached") -> Row:
         state = "not reached" if node.pod else "no kproxy"
         return Row((node.name, state, *[""] * 7, found.why), is_odd=True)
     last = "never" if found.last_sync is None else f"{age(found.now - found.last_sync)} ago"
-    doctor = f"{len(found.findings)} findings" if found.findings else ""
+    count = len(found.findings)
+    doctor = f"{count} finding{'s' * (count > 1)}" if count else ""
     version = f"{found.version} ({found.commit})" if found.commit else found.version
     return Row(
         (node.name, "well" if found.well else "not well", age(found.now - found.since), found.mode, version,

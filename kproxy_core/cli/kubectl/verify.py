@@ -66,7 +66,7 @@ def show(
               help="Connections per second from each node.")
 @click.option("--connections", metavar="N", type=click.IntRange(1), default=10, show_default=True,
               help="Maximum number of connections from a node to one frontend.")
-@click.option("--at-a-time", metavar="N", type=click.IntRange(1), default=32, show_default=True,
+@click.option("--at-a-time", metavar="N", type=click.IntRange(1), default=10, show_default=True,
               help="Nodes that open connections at the same time.")
 @click.option("--timeout", metavar="SECONDS", type=click.FloatRange(1), default=600, show_default=True,
               help="Limit for each node.")
