@@ -5,10 +5,10 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
@@ -91,10 +91,11 @@ class Cluster:
         """Connections under way, which `close` ends."""
 
     def _load(self, kubeconfig: str, context: str) -> None:
-        logging.getLogger().addHandler(logging.NullHandler())  # The package complains there and raises.
+        logging.getLogger().addHandler(logging.NullHandler())  # The package logs there what it raises.
         in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+        is_named = kubeconfig or context or os.environ.get("KUBECONFIG")
         try:
-            if in_pod and not (kubeconfig or context or os.environ.get("KUBECONFIG")):
+            if in_pod and not is_named and not Path("~/.kube/config").expanduser().exists():
                 config.load_incluster_config(client_configuration=self._configuration)
             else:
                 config.load_kube_config(
@@ -130,7 +131,8 @@ class Cluster:
         if not pods:
             return msgspec.structs.replace(
                 about, problem=f"no pod with {self.selector} in namespace {self.namespace} runs here")
-        pod = max(pods, key=lambda pod: pod.rank)
+        # While a DaemonSet is updated, the next pod stands by until the old one has ended.
+        pod = min(pods, key=lambda pod: (not pod.is_running, pod.metadata.creation_timestamp or ""))
         if not pod.is_running:
             return msgspec.structs.replace(about, problem=f"pod {pod.metadata.name}: {pod.reason}")
         return msgspec.structs.replace(
@@ -167,10 +169,10 @@ class Cluster:
         self, status: int, body: bytes, verb: str, resource: str, namespace: str
     ) -> NoCluster | Forbidden:
         message = _message(body)
-        if status == 403:
-            found = _DENIED.search(message)
-            return Forbidden(*(found["verb"], found["resource"], found["namespace"] or "") if found
-                             else (verb, resource, namespace))
+        if found := _DENIED.search(message) if status == 403 else None:
+            return Forbidden(found["verb"], found["resource"], found["namespace"] or "")
+        if status == 403 and not message:
+            return Forbidden(verb, resource, namespace)
         if status == 401:
             return NoCluster("the API server does not accept the kubeconfig's credentials (401)")
         return NoCluster(f"the API server answers {status} to {verb} {resource}: {message or 'no reason'}")
@@ -191,8 +193,25 @@ class Cluster:
         """
         if not node.pod:
             raise Unreached(node.name, node.problem)
-        with self._connected(node, command, timeout) as connection:
-            return _read(node, connection, timeout, on_line)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            _shut_down(sock)
+
+        with self._connected(node, command) as (connection, sock):
+            # Unlike a limit for each read, it also ends the reads of a peer that sends a byte now and then.
+            timer = threading.Timer(timeout, expire)
+            timer.daemon = True
+            timer.start()
+            try:
+                return _read(node, connection, on_line)
+            except Unreached:
+                if expired.is_set():
+                    raise Unreached(node.name, f"no answer within {timeout:g} s") from None
+                raise
+            finally:
+                timer.cancel()
 
     def ask_all(
         self, nodes: Sequence[Node], command: Sequence[str], at_a_time: int = AT_A_TIME,
@@ -208,10 +227,12 @@ class Cluster:
             for number, future in enumerate(as_completed(futures), 1):
                 if progress is not None:
                     progress(number, len(nodes))
-                yield futures[future], future.result()
-        finally:
+                yield futures.pop(future), future.result()  # A result may be large, and is not kept.
+        except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
             self.close()
+            raise
+        finally:
             executor.shutdown()
 
     def _try(self, node: Node, command: Sequence[str], timeout: float) -> Reply | Unreached:
@@ -222,9 +243,9 @@ class Cluster:
 
     @contextmanager
     def _connected(
-        self, node: Node, command: Sequence[str], timeout: float
-    ) -> Iterator["websocket.WebSocket"]:
-        """Yield the connection to a command that has started. It is ended after *timeout* seconds."""
+        self, node: Node, command: Sequence[str]
+    ) -> Iterator[tuple["websocket.WebSocket", socket.socket]]:
+        """Yield the connection to a command that has started, and its socket. Raises Unreached."""
         path = f"/api/v1/namespaces/{node.namespace}/pods/{node.pod}/exec"
         query = [*(("command", word) for word in command), ("container", node.container),
                  ("stdout", "true"), ("stderr", "true")]
@@ -240,17 +261,13 @@ class Cluster:
             raise Unreached(node.name, str(refusal)) from error
         except (websocket.WebSocketException, OSError, ValueError) as error:
             raise Unreached(node.name, f"no connection by the API server: {_one_line(error)}") from error
-        connection.settimeout(timeout)
+        connection.settimeout(None)
         sock = connection.sock
+        assert sock is not None
         self._open.add(sock)
-        # Also ends reads of a peer that sends a byte now and then.
-        timer = threading.Timer(timeout, _shut_down, (sock,))
-        timer.daemon = True
-        timer.start()
         try:
-            yield connection
+            yield connection, sock
         finally:
-            timer.cancel()
             self._open.discard(sock)
             connection.shutdown()
 
@@ -262,10 +279,9 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _read(
-    node: Node, connection: "websocket.WebSocket", timeout: float, on_line: Callable[[str], None] | None
+    node: Node, connection: "websocket.WebSocket", on_line: Callable[[str], None] | None
 ) -> Reply:
     """Return the reply of a command that has started. Raises Unreached."""
-    began = time.monotonic()
     outputs = {_STDOUT: bytearray(), _STDERR: bytearray(), _RESULT: bytearray()}
     shown = 0
     try:
@@ -283,9 +299,7 @@ def _read(
                 shown = end + 1
     except (websocket.WebSocketException, OSError, ValueError) as error:
         if not outputs[_RESULT]:
-            late = time.monotonic() - began >= timeout
-            raise Unreached(node.name, f"no answer within {timeout:g} s" if late else
-                            f"the connection broke: {_one_line(error)}") from error
+            raise Unreached(node.name, f"the connection broke: {_one_line(error)}") from error
     return Reply(_status(node, bytes(outputs[_RESULT])), bytes(outputs[_STDOUT]),
                  "\n".join(printable(line) for line in
                            outputs[_STDERR].decode(errors="replace").splitlines()))
@@ -306,7 +320,7 @@ def _status(node: Node, data: bytes) -> int:
 
 
 def _message(body: bytes | str) -> str:
-    """Return the message of a Status object."""
+    """Return the message of a Status object, printable; "" if *body* is none."""
     with suppress(msgspec.MsgspecError, ValueError, RecursionError):
         return printable(msgspec.json.decode(body, type=_Result).message)
     return ""
@@ -327,7 +341,7 @@ class _Metadata(_Object, frozen=True):
     name: str
     namespace: str | None = None
     labels: dict[str, str] | None = None
-    deletion_timestamp: str | None = None
+    creation_timestamp: str | None = None
 
 
 class _Condition(_Object, frozen=True):
@@ -351,7 +365,6 @@ class _State(_Object, frozen=True):
 
 class _ContainerStatus(_Object, frozen=True):
     name: str
-    ready: bool = False
     state: dict[str, _State | None] = field(default_factory=dict)
 
 
@@ -388,13 +401,6 @@ class _Pod(_Object, frozen=True):
     def is_running(self) -> bool:
         status = self._container_status
         return status is not None and status.state.get("running") is not None
-
-    @property
-    def rank(self) -> tuple[bool, bool, bool]:
-        """Of several pods on a node, the one with the highest rank serves."""
-        status = self._container_status
-        return (self.is_running, status is not None and status.ready,
-                self.metadata.deletion_timestamp is None)
 
     @property
     def reason(self) -> str:

@@ -25,19 +25,25 @@ class Canned:
         """Commands of kproxy in the pods."""
         self._scripts: dict[str, str] = {}
 
-    def node(self, name: str, script: str = "", pod: Json | None = None, **labels: str) -> None:
+    def node(
+        self, name: str, script: str = "", pod: Json | None = None, ready: str = "True", **labels: str
+    ) -> None:
         """Add a node, and its kproxy pod, where *script* of sh answers. *pod*: changes of its status."""
         self.server.store.apply({
             "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels},
-            "status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+            "status": {"conditions": [{"type": "Ready", "status": ready}]}})
+        self.pod(name, f"kproxy-{name}", **(pod or {}))
+        self._scripts[name] = script
+
+    def pod(self, node: str, name: str, created: str = "2026-01-01T00:00:00Z", **status: Any) -> None:
+        """Add a kproxy pod that runs on *node*, but for what *status* changes."""
         running = {"name": "kproxy", "ready": True, "state": {"running": {"startedAt": None}}}
         self.server.store.apply({
             "apiVersion": "v1", "kind": "Pod",
-            "metadata": {
-                "name": f"kproxy-{name}", "namespace": "kube-system", "labels": {"k8s-app": "kproxy"}},
-            "spec": {"nodeName": name, "containers": [{"name": "sidecar"}, {"name": "kproxy"}]},
-            "status": {"phase": "Running", "containerStatuses": [running], **(pod or {})}})
-        self._scripts[name] = script
+            "metadata": {"name": name, "namespace": "kube-system", "labels": {"k8s-app": "kproxy"},
+                         "creationTimestamp": created},
+            "spec": {"nodeName": node, "containers": [{"name": "sidecar"}, {"name": "kproxy"}]},
+            "status": {"phase": "Running", "containerStatuses": [running], **status}})
 
     def answer(self, name: str, answer: Any, status: int = 0) -> None:
         """Add a node whose kproxy prints *answer* as JSON."""

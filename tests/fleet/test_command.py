@@ -3,9 +3,11 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,21 @@ def test_on_a_terminal_a_bar_shows_the_progress_and_problems_are_red(canned: Can
     (row,) = (line for line in lines if b"[red]busy" in line)
     assert b"\x1b[31m" in row
     assert b"1 of 2 nodes are well" in lines[-1]
+
+
+def test_ctrl_c_gives_up_what_is_under_way(canned: Canned, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    for number in range(3):
+        canned.node(f"node-{number}", f"echo > {started}; exec sleep 1000")
+    with subprocess.Popen(
+            [KUBECTL_KPROXY, "status", "--kubeconfig", canned.kubeconfig], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True) as process:
+        with started.open() as file:  # which ends when no node has it open any longer
+            assert file.read() != ""
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate()
+    assert (process.returncode, output, error.strip()) == (1, "", "")
 
 
 def test_a_missing_package_is_named(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,21 @@ def test_a_pod_that_does_not_run_is_not_asked(
     assert not canned.asked
 
 
+def test_the_older_of_two_pods_that_run_is_asked(canned: Canned) -> None:
+    """The newer one stands by until the older one has ended."""
+    canned.node("node")
+    canned.pod("node", "old", "2025-12-01T00:00:00Z")
+    canned.pod("node", "older", "2025-11-01T00:00:00Z", containerStatuses=[WAITING])
+    canned.pod("node", "new", "2026-02-01T00:00:00Z")
+    (node,) = Cluster(canned.kubeconfig).nodes()
+    assert (node.pod, node.namespace, node.container) == ("old", "kube-system", "kproxy")
+
+
+def test_a_node_that_is_not_ready_is_told(canned: Canned) -> None:
+    canned.node("node", "echo 'Error: no kproxy runs' >&2", ready="Unknown")
+    assert "the node is not Ready; no kproxy runs" in canned.kubectl("status").output
+
+
 @pytest.mark.parametrize(
     ("verb", "resource", "namespace"),
     [("list", "nodes", ""), ("list", "pods", "kube-system"), ("get", "pods/exec", "kube-system"),

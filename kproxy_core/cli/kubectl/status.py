@@ -46,7 +46,8 @@ def document(node: "Node", found: "Status | Unreached") -> dict[str, Any]:
 def row(node: "Node", found: "Status | Unreached") -> Row:
     if isinstance(found, Exception):
         state = "not reached" if node.pod else "no kproxy"
-        return Row((node.name, state, *[""] * 7, found.why), is_odd=True)
+        why = found.why if node.ready else f"the node is not Ready; {found.why}"
+        return Row((node.name, state, *[""] * 7, why), is_odd=True)
     last = "never" if found.last_sync is None else f"{age(found.now - found.last_sync)} ago"
     count = len(found.findings)
     doctor = f"{count} finding{'s' * (count > 1)}" if count else ""
