@@ -32,7 +32,7 @@ AT_A_TIME = 50
 """Nodes that are asked at the same time."""
 TIMEOUT = 30.0
 """Seconds for a request to the API server, or for a command in a pod."""
-LONGEST = 64 << 20
+LONGEST = 16 << 20
 """Bytes of output, after which a command is given up."""
 
 _STDOUT, _STDERR, _RESULT = 1, 2, 3
@@ -185,10 +185,11 @@ class Cluster:
 
     def ask(
         self, node: Node, command: Sequence[str], timeout: float = TIMEOUT,
-        on_line: Callable[[str], None] | None = None,
+        on_line: Callable[[str], None] | None = None, longest: int = LONGEST,
     ) -> Reply:
         """Run *command* in the kproxy container of *node* for up to *timeout* seconds. Raises Unreached.
 
+        Its output may have *longest* bytes.
         *on_line* is called with each line of standard output, printable, as soon as it is whole.
         """
         if not node.pod:
@@ -205,7 +206,7 @@ class Cluster:
             timer.daemon = True
             timer.start()
             try:
-                return _read(node, connection, on_line)
+                return _read(node, connection, on_line, longest)
             except Unreached:
                 if expired.is_set():
                     raise Unreached(node.name, f"no answer within {timeout:g} s") from None
@@ -215,7 +216,7 @@ class Cluster:
 
     def ask_all(
         self, nodes: Sequence[Node], command: Sequence[str], at_a_time: int = AT_A_TIME,
-        timeout: float = TIMEOUT, progress: Callable[[int, int], None] | None = None,
+        timeout: float = TIMEOUT, progress: Callable[[int, int], None] | None = None, longest: int = LONGEST,
     ) -> Iterator[tuple[Node, Reply | Unreached]]:
         """Ask *nodes*, *at_a_time* of them at once, and yield each with its answer, the first one first.
 
@@ -223,7 +224,7 @@ class Cluster:
         """
         executor = ThreadPoolExecutor(at_a_time, thread_name_prefix="kproxy-fleet")
         try:
-            futures = {executor.submit(self._try, node, command, timeout): node for node in nodes}
+            futures = {executor.submit(self._try, node, command, timeout, longest): node for node in nodes}
             for number, future in enumerate(as_completed(futures), 1):
                 if progress is not None:
                     progress(number, len(nodes))
@@ -235,9 +236,11 @@ class Cluster:
         finally:
             executor.shutdown()
 
-    def _try(self, node: Node, command: Sequence[str], timeout: float) -> Reply | Unreached:
+    def _try(
+        self, node: Node, command: Sequence[str], timeout: float, longest: int
+    ) -> Reply | Unreached:
         try:
-            return self.ask(node, command, timeout)
+            return self.ask(node, command, timeout, longest=longest)
         except Unreached as error:
             return error
 
@@ -279,7 +282,7 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _read(
-    node: Node, connection: "websocket.WebSocket", on_line: Callable[[str], None] | None
+    node: Node, connection: "websocket.WebSocket", on_line: Callable[[str], None] | None, longest: int
 ) -> Reply:
     """Return the reply of a command that has started. Raises Unreached."""
     outputs = {_STDOUT: bytearray(), _STDERR: bytearray(), _RESULT: bytearray()}
@@ -292,8 +295,8 @@ def _read(
             if not data or data[0] not in outputs:
                 continue
             outputs[data[0]] += data[1:]
-            if sum(map(len, outputs.values())) > LONGEST:
-                raise Unreached(node.name, f"printed more than {LONGEST >> 20} MiB")
+            if sum(map(len, outputs.values())) > longest:
+                raise Unreached(node.name, f"printed more than {longest >> 20} MiB")
             while on_line is not None and (end := outputs[_STDOUT].find(b"\n", shown)) >= 0:
                 on_line(printable(outputs[_STDOUT][shown:end].decode(errors="replace")))
                 shown = end + 1

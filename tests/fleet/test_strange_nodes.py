@@ -5,7 +5,6 @@ import json
 import pytest
 
 from kproxy_core import __version__
-from kproxy_core.fleet import cluster
 from kproxy_core.fleet.cluster import Cluster
 from kproxy_core.fleet.errors import Unreached
 from tests.fleet.canned import STATUS, Canned
@@ -49,12 +48,16 @@ def test_a_command_that_hangs_is_given_up(canned: Canned) -> None:
         found.ask(found.nodes()[0], ["kproxy", "status"], timeout=0.3)
 
 
-def test_endless_output_is_given_up(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "LONGEST", 1 << 20)
+def test_endless_output_is_given_up(canned: Canned) -> None:
     canned.node("loud", "exec yes")
     found = Cluster(canned.kubeconfig)
     with pytest.raises(Unreached, match=r"^loud: printed more than 1 MiB$"):
-        found.ask(found.nodes()[0], ["kproxy", "status"])
+        found.ask(found.nodes()[0], ["kproxy", "status"], longest=1 << 20)
+
+
+def test_long_texts_are_cut(canned: Canned) -> None:
+    canned.answer("node", {**STATUS, "well": False, "problems": ["x" * 100_000]})
+    assert f" {'x' * 500}...\n" in canned.kubectl("status").output
 
 
 def test_lines_are_passed_on_as_they_come(canned: Canned) -> None:

@@ -16,13 +16,14 @@ def lines(text: str) -> list[str]:
 
 def test_nodes_with_problems_come_first(canned: Canned) -> None:
     canned.answer("a", STATUS)
-    canned.answer("b", {**STATUS, "well": False, "problems": ["IPv4: busy", "IPv6: busy"], "lag": 90.0}, 1)
+    canned.answer("b", {**STATUS, "well": False, "problems": ["IPv4: busy", "IPv6: busy"], "lag": 90.0,
+                        "configured": "iptables"}, 1)
     canned.answer("c", {**STATUS, "findings": ["mtu", "clock"]})
     done = canned.kubectl("status")
     assert done.return_value == 1
     assert lines(done.output) == [
         "NODE STATE FOR MODE VERSION LAST SYNC LAG FOREIGN CHANGES DOCTOR PROBLEMS",
-        "b not well 2 h nftables 0.2.0 (0123456789ab) 10 s ago 90 s 0 IPv4: busy; IPv6: busy",
+        "b not well 2 h nftables, not iptables 0.2.0 (0123456789ab) 10 s ago 90 s 0 IPv4: busy; IPv6: busy",
         "a well 2 h nftables 0.2.0 (0123456789ab) 10 s ago 0",
         "c well 2 h nftables 0.2.0 (0123456789ab) 10 s ago 0 2 findings",
         "2 of 3 nodes are well",

@@ -25,6 +25,7 @@ ASKED = ("kproxy", "report", "-")
 _TIMEOUT = 120.0
 _AT_A_TIME = 8
 """Archives may be large, and each is held in memory."""
+_LONGEST = 128 << 20
 _GZIP = b"\x1f\x8b"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 """A node's name, which becomes the name of a file."""
@@ -61,7 +62,7 @@ def collect(cluster: "Cluster", nodes: "Sequence[Node]", add: Add) -> tuple[list
     names: list[str] = []
     unreached: dict[str, str] = {}
     with progress_bar("report") as progress:
-        for node, reply in cluster.ask_all(nodes, ASKED, _AT_A_TIME, _TIMEOUT, progress):
+        for node, reply in cluster.ask_all(nodes, ASKED, _AT_A_TIME, _TIMEOUT, progress, _LONGEST):
             if isinstance(reply, Unreached):
                 unreached[node.name] = reply.why
             elif not reply.stdout.startswith(_GZIP) or not _NAME.fullmatch(node.name):

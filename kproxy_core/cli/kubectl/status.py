@@ -52,8 +52,9 @@ def row(node: "Node", found: "Status | Unreached") -> Row:
     count = len(found.findings)
     doctor = f"{count} finding{'s' * (count > 1)}" if count else ""
     version = f"{found.version} ({found.commit})" if found.commit else found.version
+    mode = found.mode if found.configured in ("", found.mode) else f"{found.mode}, not {found.configured}"
     return Row(
-        (node.name, "well" if found.well else "not well", age(found.now - found.since), found.mode, version,
+        (node.name, "well" if found.well else "not well", age(found.now - found.since), mode, version,
          last, age(found.lag) if found.lag else "", str(found.foreign_changes), doctor,
          "; ".join(found.problems)), is_odd=not found.well)
 

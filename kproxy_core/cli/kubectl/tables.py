@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LONGEST = 500
+"""Characters of a cell: a node may answer anything."""
+
 
 def selected(cluster: "Cluster", selector: str) -> "list[Node]":
     """Return the nodes that *selector* means. Raises ClickException if there are none."""
@@ -98,7 +101,8 @@ def show_unreached(unreached: Mapping[str, str]) -> None:
 
 
 def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print *rows*; the last column may be long."""
+    """Print *rows*, with the first `_LONGEST` characters of each cell."""
+    rows = [Row([_shortened(cell) for cell in row.cells], row.is_odd) for row in rows]
     if not is_terminal():
         for line in aligned([headers, *(row.cells for row in rows)]):
             click.echo(line)
@@ -114,6 +118,10 @@ def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(*map(Text, row.cells), style="red" if row.is_odd else "")
     Console(no_color=bool(os.environ.get("NO_COLOR"))).print(table)
+
+
+def _shortened(cell: str) -> str:
+    return cell if len(cell) <= _LONGEST else f"{cell[:_LONGEST]}..."
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
