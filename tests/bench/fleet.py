@@ -1,7 +1,7 @@
 """How long ``kubectl kproxy status`` takes for many nodes: ``python -m tests.bench.fleet --nodes 300``.
 
-Every node's command is a process of its own behind the kit's API server. It answers after --delay seconds what a
-kproxy that is well answers: a real kproxy's CPU time is spent on its node, not here.
+Every node's command is a process of its own behind the kit's API server. It answers after --delay seconds
+what a kproxy that is well answers: a real kproxy's CPU time is spent on its node, not here.
 """
 
 import argparse
