@@ -1,12 +1,15 @@
 """A node that answers strangely, or not at all, is named with its problem, and the others are shown."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kproxy_core import __version__
+from kproxy_core.fleet.answers import Status, decode
 from kproxy_core.fleet.cluster import Cluster
 from kproxy_core.fleet.errors import Unreached
+from tests.core.api_servers import TLS, server_tls, write_kubeconfig
 from tests.fleet.canned import STATUS, Canned
 
 ANSWER = json.dumps(STATUS).replace('"', r"\"")
@@ -125,3 +128,17 @@ def test_a_cluster_that_cannot_be_used_is_said_in_one_line(canned: Canned) -> No
     canned.server.stop()
     assert "the API server at http://127.0.0.1:" in str(canned.kubectl("status").exception)
     assert "cannot be used" in str(canned.kubectl("status", "--context", "other").exception)
+
+
+def test_commands_run_over_tls_too(canned: Canned, tmp_path: Path) -> None:
+    canned.answer("node", {**STATUS, "problems": ["x" * 100_000]})
+    canned.node("slow", "exec sleep 1000")
+    canned.server.socket = server_tls().wrap_socket(canned.server.socket, server_side=True)
+    kubeconfig = write_kubeconfig(
+        tmp_path / "tls", f"https://127.0.0.1:{canned.server.port}",
+        {"certificate-authority": str(TLS / "ca.crt")}, {"token": "secret"})
+    found = Cluster(kubeconfig)
+    fast, slow = found.nodes()
+    assert decode(fast, found.ask(fast, ["kproxy", "status"]), Status).problems == ["x" * 100_000]
+    with pytest.raises(Unreached, match=r"^slow: no answer within 0.3 s$"):
+        found.ask(slow, ["kproxy", "status"], timeout=0.3)

@@ -98,7 +98,10 @@ def test_failures_are_a_matrix(canned: Canned) -> None:
 def test_reports_are_collected_in_a_tar_or_a_directory(canned: Canned, tmp_path: Path) -> None:
     canned.node("a", r"printf '\037\213\000binary'")
     canned.node("b", "echo no archive")
-    assert canned.kubectl("report", str(tmp_path / "all")).return_value == 1
+    done = canned.kubectl("report", str(tmp_path / "all"), "-o", "json")
+    assert done.return_value == 1
+    assert json.loads(done.output) == {
+        "file": str(tmp_path / "all"), "nodes": ["a"], "unreached": {"b": "its answer is no archive"}}
     assert canned.kubectl("report", str(tmp_path / "all.tar")).return_value == 1
     expected = {"a.tar.gz": b"\x1f\x8b\x00binary", "problems.txt": b"b: its answer is no archive\n"}
     assert {path.name: path.read_bytes() for path in (tmp_path / "all").iterdir()} == expected

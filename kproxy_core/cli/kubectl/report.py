@@ -1,6 +1,7 @@
 """``kubectl kproxy report``: the archive of each node, in one place."""
 
 import io
+import json
 import re
 import tarfile
 import time
@@ -13,7 +14,7 @@ import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import progress_bar, selected, show_unreached
-from kproxy_core.cli.options import FlagCommand
+from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
 from kproxy_core.cli.report import create
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def collect(cluster: "Cluster", nodes: "Sequence[Node]", add: Add) -> tuple[list
             else:
                 add(f"{node.name}.tar.gz", reply.stdout)
                 names.append(node.name)
+    unreached = dict(sorted(unreached.items()))
     if unreached:
         add("problems.txt", "".join(f"{node}: {why}\n" for node, why in unreached.items()).encode())
     return names, unreached
@@ -79,7 +81,8 @@ def collect(cluster: "Cluster", nodes: "Sequence[Node]", add: Add) -> tuple[list
 @click.argument("place", metavar="[FILE.tar|DIRECTORY]", default="")
 @NODES
 @with_cluster
-def command(cluster: "Cluster", place: str, nodes: str) -> int:
+@TEXT_OR_JSON
+def command(cluster: "Cluster", place: str, nodes: str, output: str) -> int:
     """Collect the archives for a bug report.
 
     Each node's is the one that `kproxy report` writes there, and `kproxy explain --report` answers from it.
@@ -92,6 +95,9 @@ def command(cluster: "Cluster", place: str, nodes: str) -> int:
             names, unreached = collect(cluster, chosen, add)
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror}") from error
-    show_unreached(unreached)
-    click.echo(f"{place}: {len(names)} of {len(names) + len(unreached)} nodes")
+    if output == "json":
+        click.echo(json.dumps({"file": place, "nodes": sorted(names), "unreached": unreached}, indent=2))
+    else:
+        show_unreached(unreached)
+        click.echo(f"{place}: {len(names)} of {len(names) + len(unreached)} nodes")
     return 1 if unreached else 0
