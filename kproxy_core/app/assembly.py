@@ -235,7 +235,7 @@ def run(
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     if config.mode == configuration.mode:
-        Journal(config.kproxy.state_directory).clear()
+        Journal(config.kproxy.state_directory).clear_unless_switched_to(configuration.mode)
     else:
         log.info("resuming earlier mode switch", extra={
             "fields": {"configured": configuration.mode, "mode": config.mode}})
@@ -337,7 +337,7 @@ class _Proxy:
         from kproxy_core.app.overview import Overview  # nor this
 
         return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name,
-                        lambda: self._switch.configured)
+                        lambda: self._switch.configured, lambda: self._switch.before)
 
     def _observers(self) -> list[SyncObserver]:
         failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")

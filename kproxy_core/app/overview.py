@@ -43,8 +43,9 @@ class Overview:
     def __init__(
         self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
         traffic: TrafficRecorder | None, node: str, configured: Callable[[], str],
+        before: Callable[[], str],
     ) -> None:
-        """*configured* returns the mode of the configuration; "": none."""
+        """*configured* returns the mode of the configuration; "": none. *before*: see `ModeSwitch.before`."""
         self._loop = loop
         self._health = health
         self._about = about
@@ -52,6 +53,7 @@ class Overview:
         self._traffic = traffic
         self._node = node
         self._configured = configured
+        self._before = before
 
     def status(self) -> dict[str, Any]:
         """Return mode, health, problems and the last syncs."""
@@ -76,6 +78,7 @@ class Overview:
         fallen = str(fallback) if fallback is not None and fallback.serving == self._about.mode else ""
         return {
             "node": self._node, "mode": self._about.mode, "configured": self._configured(),
+            "before": self._before(),
             "version": self._about.version, "commit": commit(), "now": time.time(),
             "started": self._about.started, "well": condition.is_well and not fallen,
             # The fallback is as old as the process, and outlasts other problems.

@@ -31,6 +31,8 @@ class Status(Struct, frozen=True):
     problems: Sequence[str]
     lag: float
     foreign_changes: int
+    before: str = ""
+    """The mode that served before the last switch; "": none, or the configuration decides."""
     commit: str = ""
     fallback: str = ""
     last_sync: float | None = None

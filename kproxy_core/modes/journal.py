@@ -1,4 +1,4 @@
-"""The journal of mode switches: the serving mode, while that is not the one in the configuration.
+"""The journal of mode switches: the serving mode, and the one that served before the last switch.
 
 It is written before and after each switch, and kept until the configuration names another mode. It lives as
 long as the rules do: in a directory that a reboot empties, one file for each network namespace
@@ -81,6 +81,18 @@ class Journal:
             if not _belongs_to_another_user(error):
                 log.warning("could not delete the journal of mode switches", extra={
                     "fields": {"file": str(self._path), "error": error.strerror}})
+
+    def clear_unless_switched_to(self, configured: str) -> None:
+        """Delete the entry, unless it is about a switch to the *configured* mode, which serves now."""
+        if not self.mode_before(configured, configured):
+            self.clear()
+
+    def mode_before(self, configured: str, serving: str) -> str:
+        """Return the mode that served before the switch to the *serving* one; "": none, or not known."""
+        entry = self.read()
+        if entry is None or (entry.configured, entry.serving) != (configured, serving):
+            return ""
+        return "" if entry.before == serving else entry.before
 
     def starting_mode(self, configured: str, modes: Collection[str]) -> str:
         """Return the mode of *modes* to start in instead of the *configured* one; "": the configured one.

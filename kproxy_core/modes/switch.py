@@ -234,6 +234,11 @@ class ModeSwitch:
         self._busy = threading.Lock()
         self.instance = instance
         """The backend that serves."""
+        self.before = journal.mode_before(configured, instance.mode)
+        """The mode that served before the last switch, also if an earlier process made that.
+
+        "": none, or the configuration asked for the switch.
+        """
 
     def compare(self, mode: str) -> Comparison:
         """Compare *mode* with the one that serves. Raises SwitchFailed if it cannot serve here."""
@@ -257,14 +262,16 @@ class ModeSwitch:
         try:
             if configured is not None:
                 self.configured = configured
-            if mode == self.instance.mode:
-                report_progress(f"{mode} already serves")
-                self._settle(mode)
-                return
-            if not self._loop.settled:
-                raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
             with _failures():
-                self._switch(mode, report_progress)
+                if mode == self.instance.mode:
+                    report_progress(f"{mode} already serves")
+                elif not self._loop.settled:
+                    raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
+                else:
+                    self._switch(mode, report_progress)
+                if configured is not None:
+                    self.before = ""
+                self._settle(mode)
         finally:
             self._busy.release()
 
@@ -303,7 +310,7 @@ class ModeSwitch:
             self._roll_back(new)
             raise
         self._loop.call(lambda: self._loop.serve_with(new, settings.node, settings.pacing, Scope.CHANGED))
-        self.instance = new
+        self.instance, self.before = new, old.mode
         self._mode_changed(new)
         report_progress(f"{mode} serves")
         log.info("switched modes", extra={"fields": {"before": old.mode, "after": mode}})
@@ -312,7 +319,6 @@ class ModeSwitch:
             report_progress(f"the rules of {old.mode} are kept: {mode} needs them")
         else:
             report_progress(_rest(left))
-        self._settle(mode)
 
     def _try_out(self, new: BackendInstance, node: NodeSettings, report_progress: ReportProgress) -> None:
         """Program everything and prove it. Raises ProofFailed, or whatever the backend raises."""
@@ -357,11 +363,11 @@ class ModeSwitch:
         log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
     def _settle(self, mode: str) -> None:
-        """Keep a journal entry only if *mode*, which serves, is not the configured one."""
-        if mode == self.configured:
+        """Delete the journal's entry only if *mode*, the configured one, serves and none did before."""
+        if mode == self.configured and not self.before:
             self._journal.clear()
         else:
-            self._journal.write(Entry(self.configured, mode, mode, Phase.SERVING))
+            self._journal.write(Entry(self.configured, self.before or mode, mode, Phase.SERVING))
 
     def _caveats(self, mode: str) -> list[Caveat]:
         settings = self._mode_settings(mode)

@@ -32,6 +32,27 @@ def test_the_next_start_finishes_or_rolls_back(
     assert again.starting_mode(configured, MODES) == mode
 
 
+@pytest.mark.parametrize(("entry", "serving", "before", "kept"), [
+    (None, "iptables", "", False),
+    (Entry("iptables", "iptables", "nftables", Phase.SERVING), "nftables", "iptables", False),
+    (Entry("iptables", "nftables", "nftables", Phase.SERVING), "nftables", "", False),
+    (Entry("iptables", "nftables", "iptables", Phase.SERVING), "iptables", "nftables", True),
+    (Entry("iptables", "iptables", "nftables", Phase.TRYING), "iptables", "", False),
+    (Entry("iptables", "ipvs", "nftables", Phase.TRYING), "ipvs", "", False),
+    (Entry("ipvs", "nftables", "iptables", Phase.SERVING), "iptables", "", False),
+    (Entry("iptables", "iptables", "nftables", Phase.SERVING), "ipvs", "", False),
+], ids=str)  # fmt: skip
+def test_the_mode_before_is_known_while_the_other_serves(
+    tmp_path: Path, entry: Entry | None, serving: str, before: str, kept: bool
+) -> None:
+    journal = Journal(str(tmp_path))
+    if entry is not None:
+        journal.write(entry)
+    assert journal.mode_before("iptables", serving) == before
+    journal.clear_unless_switched_to("iptables")
+    assert journal.read() == (entry if kept else None)
+
+
 @pytest.mark.parametrize("content", [
     "", "{", "[]", '{"phase": "never heard of"}', "\N{SNOWMAN}", "[" * 4000, '{"a":' * 800, " " * 100_000_000,
 ], ids=lambda content: repr(content[:10]))  # fmt: skip

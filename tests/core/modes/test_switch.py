@@ -39,7 +39,7 @@ def test_the_old_mode_is_removed_once_the_new_one_serves(room: Room) -> None:
         "new works here", "programmed 1 service ports", "read back: complete",
         "IPv4: not probed: the node's address is not on this machine", "new serves", "old is removed",
     ]  # fmt: skip
-    assert room.journal.read() == Entry("old", "new", "new", Phase.SERVING)
+    assert room.journal.read() == Entry("old", "old", "new", Phase.SERVING)
 
 
 def test_changes_reach_the_serving_mode(room: Room) -> None:
@@ -80,12 +80,29 @@ def test_the_new_mode_is_asked_for_another_sync_when_it_was_damaged(room: Room) 
     assert room.story[-1] == "new full"
 
 
-def test_the_journal_is_deleted_once_the_configured_mode_serves_again(room: Room) -> None:
+def test_the_journal_is_deleted_once_the_configuration_says_what_serves(room: Room) -> None:
     room.to("new")
-    room.to("old")
+    room.switch.switch_to("old", room.told.append, configured="old")
     assert room.journal.read() is None
     assert names(room.old) == {"web"}
     assert names(room.new) == set()
+
+
+def test_the_mode_that_served_before_is_remembered(room: Room) -> None:
+    assert room.switch.before == ""
+    room.to("new")
+    assert room.switch.before == "old"
+    room.to("new")
+    assert room.switch.before == "old", "nothing was switched"
+    room.to("old")
+    assert room.switch.before == "new", "also where the configured mode serves again"
+    room.new.usable = False
+    with pytest.raises(SwitchFailed):
+        room.to("new")
+    assert room.switch.before == "new"
+    assert room.journal.mode_before("old", "old") == "new", "the next process knows it, too"
+    room.switch.switch_to("old", room.told.append, configured="old")
+    assert room.switch.before == "", "the configuration decides"
 
 
 def test_a_mode_that_serves_already_is_left_alone(room: Room) -> None:
