@@ -94,7 +94,7 @@ def decode(node: "Node", reply: "Reply", kind: type[T]) -> T:
     Raises Unreached with the command's complaint, or with what is strange about its answer.
     """
     if not reply.stdout.strip():
-        raise Unreached(node.name, _complaint(reply))
+        raise Unreached(node.name, complaint(reply))
     try:
         return msgspec.convert(printable_json(msgspec.json.decode(reply.stdout)), kind)
     except msgspec.ValidationError as error:
@@ -105,8 +105,8 @@ def decode(node: "Node", reply: "Reply", kind: type[T]) -> T:
         raise Unreached(node.name, f"its answer is not JSON: {text}") from error
 
 
-def _complaint(reply: "Reply") -> str:
-    """Return why a command printed nothing."""
+def complaint(reply: "Reply") -> str:
+    """Return why a command failed."""
     last = (reply.stderr.strip().splitlines() or [f"no answer, exit status {reply.status}"])[-1]
     last = last.removeprefix("Error: ")
     if last.startswith(("No such command", "No such option")):

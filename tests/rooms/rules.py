@@ -88,7 +88,7 @@ ONLY_ENCODE = (
 
 ONLY_ANSWERS = (
     "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",
-    "kproxy_core.app.verify",
+    "kproxy_core.app.verify", "kproxy_core.fleet.switch",
 )
 """The modules of other rooms that only compute."""
 
