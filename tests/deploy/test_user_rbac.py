@@ -12,6 +12,7 @@ from tests.fleet.canned import Canned
 
 USES = {
     "status": (), "diff": (), "verify": ("--traffic",), "top": (), "report": ("{directory}/reports",),
+    "switch": ("nftables", "--check"),
 }  # fmt: skip
 """The arguments with which each command makes all of its requests."""
 
