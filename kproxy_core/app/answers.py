@@ -87,6 +87,10 @@ class Snapshot:
             self._candidates[key] = self._loop.call(partial(self._live.candidates, key))
         return self._candidates[key]
 
+    def slices(self, service: ServiceName) -> Sequence[EndpointSlice]:
+        """Return the EndpointSlices of a Service as they are now. Asks the loop's thread."""
+        return self._loop.call(partial(self._live.slices, service))
+
     def origin(self, service: ServiceName) -> str:
         return self._live.origin(service)
 

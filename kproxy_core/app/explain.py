@@ -21,7 +21,7 @@ from kproxy_core.model.address import (
     parse_address,
 )
 from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Endpoint, ServiceName, ServicePortKey
+from kproxy_core.model.service import Endpoint, EndpointSlice, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import (
     EndpointShare,
@@ -145,6 +145,8 @@ class ReadablePlans(typing.Protocol):
 
     def candidates(self, key: ServicePortKey) -> Candidates: ...
 
+    def slices(self, service: ServiceName) -> Sequence[EndpointSlice]: ...
+
     def origin(self, service: ServiceName) -> str: ...
 
 
@@ -183,6 +185,12 @@ class Case(NamedTuple):
         """All endpoints of the service port, usable or not."""
         plan = self.question.plan
         return self.plans.candidates(plan.key) if plan is not None else ()
+
+    @property
+    def slices(self) -> Sequence[EndpointSlice]:
+        """All EndpointSlices of the Service that are known here."""
+        plan = self.question.plan
+        return self.plans.slices(plan.key.service) if plan is not None else ()
 
     @property
     def last_resort(self) -> LastResort | None:
@@ -424,6 +432,7 @@ def answer(
         "policy": fate.policy.value if fate.policy else "",
         "endpoints": _endpoints(fate),
         "not_chosen": [],
+        "slices": [],
         "source": "",
         "near": case.near,
         "affinity": None,
@@ -437,6 +446,7 @@ def answer(
             "port": plan.key.port_name, "service_port": str(plan.key), "created": plan.created,
             "origin": case.origin,
         }
+        found["slices"] = [slice_as_told(piece, plan.key) for piece in case.slices]
         chosen = {choice.where for choice in fate.choices}
         candidates = case.candidates
         if resort := case.last_resort:
@@ -487,6 +497,21 @@ def _endpoints(fate: Fate) -> list[Json]:
          "masqueraded": choice.masqueraded}
         for choice in fate.choices
     ]
+
+
+def slice_as_told(piece: EndpointSlice, key: ServicePortKey) -> Json:
+    """Return the endpoints of *piece* for a service port, as the API server has told of them."""
+    ports = [port.port for port in piece.ports if (port.name, port.protocol) == (key.port_name, key.protocol)]
+    return {
+        "name": piece.name.name,
+        "weight": piece.weight,
+        "endpoints": [
+            {"endpoint": format_socket(endpoint.address, port), "node": endpoint.node,
+             "ready": endpoint.ready, "serving": endpoint.serving, "terminating": endpoint.terminating,
+             "for_zones": sorted(endpoint.zone_hints), "for_nodes": sorted(endpoint.node_hints)}
+            for port in ports for endpoint in piece.endpoints
+        ],
+    }  # fmt: skip
 
 
 def _source(packet: Packet, fate: Fate, node: NodeView) -> str:

@@ -1,6 +1,6 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from kproxy_core.contract.values import Scope, Update
@@ -281,6 +281,10 @@ class FamilyPlans:
             if (port.name, port.protocol) == (key.port_name, key.protocol):
                 return endpoints_of(port, self._usable_slices(key.service))
         return ()
+
+    def slices(self, service: ServiceName) -> Sequence[EndpointSlice]:
+        """Return the EndpointSlices of a Service by name, used or not."""
+        return [piece for _, piece in sorted(self._objects.slices.get(service, {}).items())]
 
     def _is_giant(self, name: ServiceName) -> bool:
         """Return whether a Service is a giant now, or was one when it was planned."""

@@ -12,7 +12,7 @@ from kproxy_core.app.explain import AGREES, Json, differences, judge, packet_to,
 from kproxy_core.contract.values import KernelSide, Question, Update
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.model.service import EndpointSlice, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
 from kproxy_core.plan.last_resort import LastResort
@@ -78,6 +78,9 @@ class KnownPlans:
         return ""
 
     def candidates(self, _key: ServicePortKey) -> Candidates:
+        return ()
+
+    def slices(self, _service: ServiceName) -> Sequence[EndpointSlice]:
         return ()
 
 

@@ -52,12 +52,14 @@ class Known:
     node: NodeView = NODE
     plans: dict[ServicePortKey, ServicePlan] = field(default_factory=dict)
     pieces: dict[ServicePortKey, Candidates] = field(default_factory=dict)
+    all_slices: tuple[EndpointSlice, ...] = ()
     addresses: frozenset[Address] = frozenset()
     now: float = 0.0
     resort: LastResort | None = None
 
     def serve(self, made: Service, *pieces: EndpointSlice) -> None:
         found = plans(self.node, made, *pieces)
+        self.all_slices = pieces
         self.plans |= found
         for port, key in zip(made.ports, found, strict=True):
             self.pieces[key] = endpoints_of(port, {piece.name.name: piece for piece in pieces})
@@ -67,6 +69,9 @@ class Known:
 
     def candidates(self, key: ServicePortKey) -> Candidates:
         return self.pieces[key]
+
+    def slices(self, service: ServiceName) -> tuple[EndpointSlice, ...]:
+        return self.all_slices
 
     def last_resort(self, service: ServiceName) -> LastResort | None:
         return self.resort
@@ -211,6 +216,24 @@ def test_the_reason_is_given_for_each_endpoint_that_is_not_chosen(because: str) 
     used = endpoint("10.1.1.1", "node1", zones="a", nodes="node1")
     found = only(known(used, LEFT_OUT[because]), "10.96.0.1:80", "pod")
     assert found["not_chosen"] == [{"endpoint": "10.1.1.2:8080", "because": because}]
+
+
+def test_slices_are_told_as_the_api_server_has_them() -> None:
+    made = Known()
+    made.serve(
+        service("shop/web", "http:80", "admin:81"),
+        endpoint_slice("shop/web", endpoint("10.1.1.1", "node1", zones="a"), name="web-1", weight=50,
+                       ports=["http:8080", "admin:8081"]),
+        endpoint_slice("shop/web", endpoint("10.1.1.2", ready=False, terminating=True), name="web-2",
+                       ports=["admin:8081"]),
+    )  # fmt: skip
+    found = only(made, "10.96.0.1:81", "pod")["slices"]
+    assert found[0] == {"name": "web-1", "weight": 50, "endpoints": [{
+        "endpoint": "10.1.1.1:8081", "node": "node1", "ready": True, "serving": True, "terminating": False,
+        "for_zones": ["a"], "for_nodes": []}]}
+    assert (found[1]["endpoints"][0]["ready"], found[1]["endpoints"][0]["terminating"]) == (False, True)
+    assert [len(each["endpoints"]) for each in only(made, "10.96.0.1:80", "pod")["slices"]] == [1, 0]
+    assert only(made, "10.96.0.1:82", "pod")["slices"] == []
 
 
 def test_the_last_resort_counts_as_ready_and_its_age_is_told() -> None:
