@@ -148,6 +148,15 @@ class Fleet:
         return ["ip", "netns", "exec", self.nodes[pod["spec"]["nodeName"]].name, *words]
 
     @contextmanager
+    def stalled(self, node: str) -> Iterator[None]:
+        """No watch of the kproxy of *node* delivers anything, for as long as it lasts."""
+        self.server.stall(node_address(node))
+        try:
+            yield
+        finally:
+            self.server.stall("")
+
+    @contextmanager
     def proxy(self, node: str, mode: str = "nftables") -> Iterator[Proxy]:
         """Run the kproxy of *node*."""
         config = self._directory / f"{node}.conf"

@@ -3,7 +3,9 @@ measurements.
 
   GET  /api/v1/services, /api/v1/nodes, /api/v1/pods (in JSON only),
        /apis/discovery.k8s.io/v1/endpointslices,
-       /apis/networking.k8s.io/v1/servicecidrs   LIST and WATCH (also below /namespaces/NS/, and with a name)
+       /apis/networking.k8s.io/v1/servicecidrs,
+       /apis/networking.k8s.io/v1/networkpolicies (in JSON only)
+                                                 LIST and WATCH (also below /namespaces/NS/, and with a name)
   GET  /api/v1/namespaces/NS/pods/POD/exec       a websocket, if the server knows how to run commands
   POST any .../events                            accepted and forgotten
 
@@ -82,6 +84,8 @@ class Server(ThreadingHTTPServer):
         """Verbs and resources, such as ``("create", "pods/exec")``, that no client may use."""
         self.authorized: set[tuple[str, str, str]] = set()
         """The verb, resource and namespace ("": none) of every request that was allowed."""
+        self.stalled = ""
+        """See `stall`."""
 
     @property
     def port(self) -> int:
@@ -90,6 +94,12 @@ class Server(ThreadingHTTPServer):
     def start(self) -> None:
         """Serve in a thread of its own."""
         threading.Thread(target=self.serve_forever, args=(_POLLED,), name="apiserver", daemon=True).start()
+
+    def stall(self, address: str) -> None:
+        """Deliver no event of any watch to the client at *address* from now on; "": to all clients again."""
+        with self.store.lock:
+            self.stalled = address
+            self.store.lock.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error, unless it is that a client has left."""
@@ -303,13 +313,16 @@ class _Handler(BaseHTTPRequestHandler):
         while True:
             with store.lock:
                 until = min(deadline, next_bookmark)
-                while not (resource.history and resource.history[-1].version > seen):
+                while self._is_stalled or not (resource.history and resource.history[-1].version > seen):
                     now = time.monotonic()
                     if store.epoch != epoch or now >= until:
                         break
                     store.lock.wait(until - now)
                 if store.epoch != epoch or time.monotonic() >= deadline:
                     return
+                if self._is_stalled:
+                    next_bookmark = time.monotonic() + self.server.bookmark_interval
+                    continue
                 events = _after(resource, seen)
                 seen = events[-1].version if events else store.version
             lines = b"".join(_seen(encoding, resource, event, selector) for event in events)
@@ -319,6 +332,10 @@ class _Handler(BaseHTTPRequestHandler):
                     lines += encoding.bookmark(resource, _bookmark(resource, seen))
             if lines:
                 yield lines
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self.client_address[0] == self.server.stalled
 
     # Writing
 

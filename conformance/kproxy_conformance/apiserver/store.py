@@ -108,6 +108,7 @@ class Store:
                 Resource("/api/v1", "pods", "Pod"),
                 Resource("/apis/discovery.k8s.io/v1", "endpointslices", "EndpointSlice"),
                 Resource("/apis/networking.k8s.io/v1", "servicecidrs", "ServiceCIDR"),
+                Resource("/apis/networking.k8s.io/v1", "networkpolicies", "NetworkPolicy"),
             )
         }
         for plural, items in objects.items():
