@@ -26,6 +26,9 @@ FIRST_TERM = 5.0
 LONGEST_TERM = 8.0
 """An endpoint that answers again is chosen within 10 s, also if no client is still trying."""
 
+IN_QUARANTINE = "in quarantine"
+"""Begins the reason why an endpoint is not chosen."""
+
 _MOST_CASES = 4
 """Suspects that are examined at a time: each costs a walk through the table of connections."""
 _EAGER = 0.25
@@ -83,7 +86,7 @@ class Sentence(NamedTuple):
 
     def reason(self, now: float) -> str:
         number = self.attempts
-        return f"in quarantine for {now - self.since:.0f} s: {number} of {number} attempts unanswered"
+        return f"{IN_QUARANTINE} for {now - self.since:.0f} s: {number} of {number} attempts unanswered"
 
 
 Quarantined = Mapping[Destination, Sentence]

@@ -20,7 +20,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "modes": frozenset({"observe", "sync", "config", "contract", "linux", "plan", "model"}),
     "app": frozenset(
         {"modes", "observe", "sync", "kube", "config", "contract", "linux", "plan", "model"}),
-    "fleet": frozenset({"observe"}),
+    "fleet": frozenset({"app", "observe", "kube", "plan", "model"}),
     "kit": frozenset({"app", "modes", "sync", "kube", "config", "linux", "contract", "plan", "model"}),
 }  # fmt: skip
 """The rooms of the core that each room may import, apart from itself. `cli` may import all. The kit, a
@@ -88,7 +88,8 @@ ONLY_ENCODE = (
 
 ONLY_ANSWERS = (
     "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",
-    "kproxy_core.app.verify", "kproxy_core.fleet.switch",
+    "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
+    "kproxy_core.fleet.objects", "kproxy_core.fleet.switch",
 )
 """The modules of other rooms that only compute."""
 
