@@ -19,7 +19,7 @@ Packets = Sequence[Mapping[str, Any]]
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
 OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
-_VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
+VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
 
 
 def ask_proxy(request: Explain) -> Packets:
@@ -106,7 +106,7 @@ def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
 def _kernel(kernel: Mapping[str, Any]) -> Iterator[str]:
     how = "read now" if kernel["live"] else "as a proxy would write it"
     verdict = kernel["verdict"]
-    yield _line("kernel", f"{_VERDICTS[verdict](verdict)} ({kernel['mode']}, {how})")
+    yield _line("kernel", f"{VERDICTS[verdict](verdict)} ({kernel['mode']}, {how})")
     for difference in kernel["differences"]:
         yield _line("", difference)
     yield from _table("", [(item["where"], faint(item["text"])) for item in kernel["objects"]])

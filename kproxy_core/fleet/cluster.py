@@ -5,9 +5,11 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
@@ -28,6 +30,7 @@ NAMESPACE = "kube-system"
 SELECTOR = "k8s-app=kproxy"
 """The DaemonSet of ``deploy/``: its namespace, and the labels of its pods."""
 CONTAINER = "kproxy"
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 AT_A_TIME = 50
 """Nodes that are asked at the same time."""
 TIMEOUT = 30.0
@@ -82,6 +85,10 @@ class Cluster:
         """
         self.namespace = namespace or NAMESPACE
         self.selector = selector or SELECTOR
+        self.default_namespace = "default"
+        """For objects that are named without one: that of the context, or of this pod."""
+        self._ahead = 0.0
+        """Seconds by which the API server's clock is ahead of this machine's."""
         self._configuration = client.Configuration()
         self._load(kubeconfig, context)
         self._configuration.retries = False
@@ -97,9 +104,13 @@ class Cluster:
         try:
             if in_pod and not is_named and not Path("~/.kube/config").expanduser().exists():
                 config.load_incluster_config(client_configuration=self._configuration)
+                self.default_namespace = _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
             else:
                 config.load_kube_config(
                     kubeconfig or None, context or None, client_configuration=self._configuration)
+                contexts, current = config.list_kube_config_contexts(kubeconfig or None)
+                named = [each for each in contexts if each["name"] == context] or [current]
+                self.default_namespace = named[0]["context"].get("namespace") or self.default_namespace
         except (ConfigException, OSError) as error:
             raise NoCluster(f"the kubeconfig cannot be used: {_one_line(error)}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -110,6 +121,10 @@ class Cluster:
         """Give up all commands under way. They may go on in the pods."""
         for sock in list(self._open):
             _shut_down(sock)
+
+    def now(self) -> float:
+        """Return the time by the clock of the API server, in seconds since the epoch."""
+        return time.time() + self._ahead
 
     # Objects
 
@@ -163,6 +178,8 @@ class Cluster:
             *_, scope, namespace, resource = path.split("/")
             raise self._refusal(answer.status, data, "list", resource,
                                 namespace if scope == "namespaces" else "")
+        with suppress(TypeError, ValueError):
+            self._ahead = parsedate_to_datetime(answer.getheader("Date")).timestamp() - time.time()
         return data
 
     def _refusal(

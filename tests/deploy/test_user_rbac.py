@@ -9,10 +9,11 @@ import yaml
 from kproxy_core.cli.kubectl import COMMANDS
 from tests.deploy.objects import DEPLOY
 from tests.fleet.canned import Canned
+from tests.fleet.fleet import pod_object, service
 
 USES = {
     "status": (), "diff": (), "verify": ("--traffic",), "top": (), "report": ("{directory}/reports",),
-    "switch": ("nftables", "--check"),
+    "switch": ("nftables", "--check"), "explain": ("shop/web", "shop/web"),
 }  # fmt: skip
 """The arguments with which each command makes all of its requests."""
 
@@ -26,13 +27,19 @@ def canned(tmp_path: Path) -> Iterator[Canned]:
 
 def test_the_roles_allow_exactly_the_requests_made(canned: Canned, tmp_path: Path) -> None:
     assert set(USES) == set(COMMANDS)
-    canned.node("node", "exit 1")
+    canned.node("node-a", "exit 1")
+    for obj in (pod_object("node-a", "web"), service(selector={"app": "web"})):
+        canned.server.store.apply(obj)
     for command, arguments in USES.items():
         canned.kubectl(command, *(argument.format(directory=tmp_path) for argument in arguments))
-    assert len(canned.asked) == len(USES)
+    assert {words.split()[1] for words in canned.asked} == set(USES)
     allowed = {
         (verb, resource, role["metadata"].get("namespace", ""))
         for role in yaml.safe_load_all((DEPLOY / "user-rbac.yaml").read_text())
         for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
     }  # fmt: skip
-    assert canned.server.authorized == allowed
+    used = {
+        (verb, resource, namespace if (verb, resource, namespace) in allowed else "")
+        for verb, resource, namespace in canned.server.authorized
+    }  # fmt: skip
+    assert used == allowed

@@ -8,6 +8,7 @@ from kproxy_core.cli.options import NORMAL, FlagGroup
 
 COMMANDS = {
     "status": "Say which nodes' proxies are well.",
+    "explain": "Explain what happens to packets from FROM to TO, and why, in the whole cluster.",
     "diff": "Compare what each node's kernel does with packets to what it should do.",
     "verify": "Connect from every node to every Service by TCP.",
     "top": "Show the traffic of each Service, summed over the nodes.",
