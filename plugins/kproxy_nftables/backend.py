@@ -66,7 +66,7 @@ class NftablesBackend(Backend):
     def __init__(self, settings: BackendSettings) -> None:
         """Raises InvalidOption."""
         self._kernel = Kernel()
-        self._extras = read_settings(settings)
+        self._settings = read_settings(settings)
         self._may_own = settings.own_tables
         self._states = self._new_states(settings.families)
         self._watch: CommitWatch | None = None
@@ -83,15 +83,15 @@ class NftablesBackend(Backend):
         missing = lacking(self._kernel, families)
         if missing:
             raise Unsupported("; ".join(missing))
-        if self._extras.flowtable and (missing := lacking(self._kernel, families, [FLOW_OFFLOAD])):
+        if self._settings.flowtable and (missing := lacking(self._kernel, families, [FLOW_OFFLOAD])):
             log.warning("flowtable not available", extra={"fields": {
                 "option": FLOWTABLE, "error": "; ".join(missing)}})
-            self._extras = self._extras._replace(flowtable=())
+            self._settings = self._settings._replace(flowtable=())
         self._states = self._new_states(families, owned=self._may_own and can_own(self._kernel))
         return True
 
     def _new_states(self, families: Sequence[Family], *, owned: bool = False) -> dict[Family, FamilyState]:
-        return {family: FamilyState(family, self._kernel, self._extras, owned=owned) for family in families}
+        return {family: FamilyState(family, self._kernel, self._settings, owned=owned) for family in families}
 
     def sync(self, update: Update) -> SyncReport:
         report = sync_family(self._states[update.family], update)
@@ -111,7 +111,7 @@ class NftablesBackend(Backend):
         """Return the whole table as input for `nft -f`."""
         from kproxy_nftables.render import render_text
 
-        return render_text(update, self._extras)
+        return render_text(update, self._settings)
 
     def check_text(self, update: Update) -> str:
         """Have libnftables check the table in an empty network namespace.
@@ -121,12 +121,12 @@ class NftablesBackend(Backend):
         from kproxy_core.linux.libnftables import complaint
         from kproxy_nftables.render import render_text
 
-        return complaint(render_text(update, self._extras._replace(flowtable=())))
+        return complaint(render_text(update, self._settings._replace(flowtable=())))
 
     def preview(self, update: Update) -> Preview:
         from kproxy_nftables.render import preview
 
-        return preview(update, self._extras, may_own=self._may_own)
+        return preview(update, self._settings, may_own=self._may_own)
 
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         from kproxy_nftables.explain import explain

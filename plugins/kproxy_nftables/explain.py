@@ -16,7 +16,8 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template
-from kproxy_nftables.skeleton import Extras, all_owned
+from kproxy_nftables.settings import Settings
+from kproxy_nftables.skeleton import all_owned
 from kproxy_nftables.walk import TableView, walk
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
 
@@ -161,7 +162,7 @@ def _texts(held: HeldTable, questions: Sequence[Question]) -> dict[str, list[str
     node = questions[0].node
     known: dict[str, list[Rule]] = defaultdict(list)
     for counted in (False, True):
-        for item in skeleton.layout(node, templates, owned, Extras(counted)).values():
+        for item in skeleton.layout(node, templates, owned, Settings(counted)).values():
             if isinstance(item, Chain):
                 known[item.name] += item.rules
     foreign: dict[int, str] | None = None

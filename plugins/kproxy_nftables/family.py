@@ -27,8 +27,8 @@ from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.detect import HASH, lacking
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.settings import FLOWTABLE
-from kproxy_nftables.skeleton import Extras, affinity_maps, all_owned
+from kproxy_nftables.settings import FLOWTABLE, Settings
+from kproxy_nftables.skeleton import affinity_maps, all_owned
 from kproxy_nftables.wanted import Element, node_elements
 
 log = logging.getLogger("kproxy.nftables")
@@ -48,14 +48,14 @@ Plans = Mapping[ServicePortKey, ServicePlan]
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
-    def __init__(self, family: Family, kernel: Kernel, extras: Extras, *, owned: bool = False) -> None:
+    def __init__(self, family: Family, kernel: Kernel, settings: Settings, *, owned: bool = False) -> None:
         """*owned*: see `skeleton.table`."""
         self._family = family
         self._table = skeleton.table(family, owned=owned)
         self._kernel = kernel
-        self._extras = extras
-        self._in_effect = extras
-        """`_extras` without devices that did not exist at the last resync."""
+        self._settings = settings
+        self._in_effect = settings
+        """`_settings` without devices that did not exist at the last resync."""
         self._hash_tried = False
         self._applied = Applied()
         self._node: NodeView | None = None
@@ -216,16 +216,16 @@ class FamilyState:
             return
         self._hash_tried = True
         if problems := lacking(self._kernel, (self._family,), (HASH,)):
-            self._extras = self._extras._replace(without_hash=True)
+            self._settings = self._settings._replace(without_hash=True)
             self._in_effect = self._in_effect._replace(without_hash=True)
             log.error("the annotation kproxy.dev/hash has no effect", extra={
                 "fields": {"family": self._family.label, "error": "; ".join(problems)}})
 
     def _find_devices(self) -> None:
-        if not self._extras.flowtable:
+        if not self._settings.flowtable:
             return
-        known, self._in_effect = self._in_effect, self._extras.limited_to(self._kernel.devices())
-        missing = set(self._extras.flowtable).difference(self._in_effect.flowtable)
+        known, self._in_effect = self._in_effect, self._settings.limited_to(self._kernel.devices())
+        missing = set(self._settings.flowtable).difference(self._in_effect.flowtable)
         if missing and known != self._in_effect:
             log.warning("no such network device", extra={"fields": {
                 "option": FLOWTABLE, "devices": ",".join(sorted(missing)), "family": self._family.label}})

@@ -20,7 +20,8 @@ from kproxy_nftables.applied import Contents, compare
 from kproxy_nftables.detect import can_own
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import TABLE
-from kproxy_nftables.skeleton import NO_EXTRAS, Extras, all_owned
+from kproxy_nftables.settings import DEFAULTS, Settings
+from kproxy_nftables.skeleton import all_owned
 from kproxy_nftables.wanted import Element, node_elements
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
@@ -28,10 +29,10 @@ _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
 _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
-def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
+def render_text(update: Update, settings: Settings = DEFAULTS) -> str:
     """Return the commands that bring an empty kernel to *update*."""
     node, plans = update.node, update.plans.values()
-    layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans), extras)
+    layout = skeleton.layout(node, skeleton.templates_of(plans), all_owned(plans), settings)
     rules = commands_text(difference(skeleton.table(update.family), layout, None))
     empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
     _, _, adds = compare(update.plans, node_elements(node), empty)
@@ -71,13 +72,13 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
     return f"{text} : {value}" if value else text
 
 
-def preview(update: Update, extras: Extras, *, may_own: bool) -> Preview:
+def preview(update: Update, settings: Settings, *, may_own: bool) -> Preview:
     """Return the operations of a resync; *may_own*: see `BackendSettings.own_tables`. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans
     templates, owned = skeleton.templates_of(plans.values()), all_owned(plans.values())
     with Kernel() as kernel:
         table = skeleton.table(family, owned=may_own and can_own(kernel))
-        layout = skeleton.layout(node, templates, owned, extras.limited_to(kernel.devices()))
+        layout = skeleton.layout(node, templates, owned, settings.limited_to(kernel.devices()))
         held = kernel.held(family, constants(layout))
         try:
             commands = difference(table, layout, held)

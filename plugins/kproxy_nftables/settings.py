@@ -1,13 +1,33 @@
 """The options of the mode, under ``kproxy.backendOptions.nftables`` of the configuration file."""
 
+from collections.abc import Collection
+from typing import NamedTuple, Self
+
 from kproxy_core.contract import BackendSettings, InvalidOption
 from kproxy_core.model.node import is_interface_name
-from kproxy_nftables.skeleton import Extras
 
 FLOWTABLE = "kproxy.backendOptions.nftables.flowtable"
 
 
-def read_settings(settings: BackendSettings) -> Extras:
+class Settings(NamedTuple):
+    """Optional rules."""
+
+    counted: bool = False
+    """Count new connections."""
+    flowtable: tuple[str, ...] = ()
+    """Devices between which established flows bypass the rules; empty: no flowtable."""
+    without_hash: bool = False
+    """The kernel has no ``jhash``: endpoints are chosen at random instead."""
+
+    def limited_to(self, present: Collection[str]) -> Self:
+        """Return the settings without devices that are not *present*: the kernel refuses those."""
+        return self._replace(flowtable=tuple(device for device in self.flowtable if device in present))
+
+
+DEFAULTS = Settings()
+
+
+def read_settings(settings: BackendSettings) -> Settings:
     """Return the options in effect. Raises InvalidOption."""
     devices = settings.options.get("flowtable") or []
     if not isinstance(devices, list):
@@ -15,4 +35,4 @@ def read_settings(settings: BackendSettings) -> Extras:
     for device in devices:
         if not isinstance(device, str) or not is_interface_name(device):
             raise InvalidOption(settings, "flowtable", device, "must be the name of a network device")
-    return Extras(settings.count_traffic, tuple(dict.fromkeys(devices)))
+    return Settings(settings.count_traffic, tuple(dict.fromkeys(devices)))

@@ -1,7 +1,6 @@
 """Objects of the table: base chains, maps and template chains, and the objects of one service port. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple, Self
 
 from kproxy_core.linux import nft_tables
 from kproxy_core.linux.nft_rules import (
@@ -57,6 +56,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADMITTED, TABLE, Template
+from kproxy_nftables.settings import DEFAULTS, Settings
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain, verdicts
 
 # Constant objects. They may be written at any time over a table of the same layout: chains are flushed and
@@ -85,24 +85,6 @@ _YEAR = 365 * 24 * 3600
 """Seconds: a set that rules fill needs a timeout, and a count that ends falls."""
 
 
-class Extras(NamedTuple):
-    """Optional rules."""
-
-    counted: bool = False
-    """Count new connections."""
-    flowtable: tuple[str, ...] = ()
-    """Devices between which established flows bypass the rules; empty: no flowtable."""
-    without_hash: bool = False
-    """The kernel has no ``jhash``: endpoints are chosen at random instead."""
-
-    def limited_to(self, present: Collection[str]) -> Self:
-        """Return the extras without devices that are not *present*: the kernel refuses those."""
-        return self._replace(flowtable=tuple(device for device in self.flowtable if device in present))
-
-
-NO_EXTRAS = Extras()
-
-
 def table(family: Family, *, owned: bool = False) -> nft_tables.Table:
     """Return our table. If *owned*, no other process can change it, and it outlives this one."""
     flags = nft_tables.OWNER | nft_tables.PERSIST if owned else 0
@@ -110,38 +92,38 @@ def table(family: Family, *, owned: bool = False) -> nft_tables.Table:
 
 
 def layout(
-    node: NodeView, wanted: Collection[Template], owned: Mapping[str, Object], extras: Extras = NO_EXTRAS
+    node: NodeView, wanted: Collection[Template], owned: Mapping[str, Object], settings: Settings = DEFAULTS
 ) -> Layout:
     """Return all objects of one family's table, including those that service ports own."""
-    parts = [*skeleton(node, extras), *templates(node, wanted, extras), *owned.values()]
+    parts = [*skeleton(node, settings), *templates(node, wanted, settings), *owned.values()]
     return {item.name: item for item in parts}
 
 
-def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> list[Object]:
+def skeleton(node: NodeView, settings: Settings = DEFAULTS) -> list[Object]:
     """Return all constant objects of one family's table except template chains."""
     family = node.family
     found: list[Object] = _containers(node)
-    if extras.counted:
+    if settings.counted:
         found += [counting.set_of_connections(family), counting.counting_set(family, names.REFUSED)]
     if node.relays_node_ports:
         found.append(Container(
             names.NOT_RELAYED, (ADDRESS[family], PROTOCOL, PORT), dynamic=True, timeout=_YEAR, size=1 << 16))
-    found += _chains(node, counted=extras.counted)
-    return [*found, *offloading(extras)]
+    found += _chains(node, counted=settings.counted)
+    return [*found, *offloading(settings)]
 
 
-def offloading(extras: Extras) -> list[Object]:
+def offloading(settings: Settings) -> list[Object]:
     """Return the flowtable and the chain that adds flows to it; [] without one."""
-    if not extras.flowtable:
+    if not settings.flowtable:
         return []
     established = (ct_state("established"), offload(names.FLOWTABLE))
-    return [Flowtable(names.FLOWTABLE, extras.flowtable), Chain(names.OFFLOADING, tuple(
+    return [Flowtable(names.FLOWTABLE, settings.flowtable), Chain(names.OFFLOADING, tuple(
         (equals(L4_PROTOCOL, protocol), *established) for protocol in (Protocol.TCP, Protocol.UDP)
     ), _FLOWTABLE_HOOK)]  # fmt: skip
 
 
 def templates(
-    node: NodeView, wanted: Collection[Template], extras: Extras = NO_EXTRAS
+    node: NodeView, wanted: Collection[Template], settings: Settings = DEFAULTS
 ) -> list[Object]:  # fmt: skip
     """Return the *wanted* template chains and those that they jump to.
 
@@ -150,7 +132,7 @@ def templates(
     chains: dict[str, Object] = {}
     for template in sorted(wanted):
         for needed in (*_leads_to(template), template):
-            chains[needed.name] = Chain(needed.name, _template_rules(node, needed, extras))
+            chains[needed.name] = Chain(needed.name, _template_rules(node, needed, settings))
     if any(template.sticky for template in wanted):
         chains[_RECORD] = Chain(_RECORD, _record_rules(node.family))
         for name, place in _RECORDING_BASE_CHAINS.items():
@@ -290,7 +272,7 @@ def _leads_to(template: Template) -> list[Template]:
     return [short, short._replace(policy="external")]
 
 
-def _template_rules(node: NodeView, template: Template, extras: Extras) -> tuple[Rule, ...]:
+def _template_rules(node: NodeView, template: Template, settings: Settings) -> tuple[Rule, ...]:
     family = node.family
     mark = set_mark(1 << node.masquerade_bit)
     rules: list[Rule] = []
@@ -313,16 +295,16 @@ def _template_rules(node: NodeView, template: Template, extras: Extras) -> tuple
     if template.sticky:
         sticky = maps.sticky_local if template.policy == "external-local" else maps.sticky
         rules.append((vmap((*address, L4_PROTOCOL, DESTINATION_PORT), sticky),))
-    number = _number(template, family, extras)
+    number = _number(template, family, settings)
     endpoints = (maps.local_endpoints if template.local else maps.endpoints)[template.protocol]
     key = (*address, DESTINATION_PORT_OF[template.protocol], number)
     return (*rules, (dnat_to_endpoint(family, key, endpoints),))
 
 
-def _number(template: Template, family: Family, extras: Extras) -> Field:
+def _number(template: Template, family: Family, settings: Settings) -> Field:
     """Return the field that selects one of a template's slots."""
     slots = template.local or template.cluster
-    if not template.hash_by or slots == 1 or extras.without_hash:
+    if not template.hash_by or slots == 1 or settings.without_hash:
         return random_number(slots)
     port = (SOURCE_PORT_OF[template.protocol],) if template.hash_by == "flow" else ()
     return hashed((source_address(family), *port), slots, SEED)

@@ -32,7 +32,8 @@ from kproxy_nft import counting
 from kproxy_nftables import skeleton
 from kproxy_nftables.detect import TEMPLATES
 from kproxy_nftables.names import Template
-from kproxy_nftables.skeleton import Extras, all_owned
+from kproxy_nftables.settings import Settings
+from kproxy_nftables.skeleton import all_owned
 from kproxy_userspace.batch import nft_elements
 from kproxy_userspace.skeleton import nft_layout, nft_table
 from kproxy_userspace.wanted import Portal, Redirect
@@ -109,8 +110,8 @@ def service_cases(family: Family) -> Iterator[Case]:
             node_view(family=family, anywhere=what != "nothing", service_cidrs=cidrs),
             local_source=source, masquerade_all=what == "bridge", masquerade_bit=14 if source else 31,
         )  # fmt: skip
-        extras = Extras(counted=what in ("network", "nothing"))
-        layout = skeleton.layout(node, templates, all_owned(plans), extras)
+        settings = Settings(counted=what in ("network", "nothing"))
+        layout = skeleton.layout(node, templates, all_owned(plans), settings)
         assert any(name.startswith("endpoints-") for name in layout)
         yield Case(f"services-of-pods-by-{what}", skeleton.table(family), layout)
 

@@ -63,7 +63,8 @@ IMPORTED_AS = {
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux"})
 
 PURE_MODULES = frozenset(
-    {"wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements", "counting"}
+    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
+     "counting"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
@@ -72,7 +73,7 @@ ACTING_MODULES = frozenset(
 )
 """The modules and packages of a backend that may do input and output."""
 
-ROLES = PURE_MODULES | ACTING_MODULES | {"hooks", "settings", "family"}
+ROLES = PURE_MODULES | ACTING_MODULES | {"hooks", "family"}
 """The names of a backend's modules and packages, the same in each."""
 
 INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kubernetes", "logging", "time"})

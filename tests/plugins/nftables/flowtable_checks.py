@@ -17,7 +17,7 @@ from kproxy_core.linux.nft_tables import Layout, commands_text, constants, diffe
 from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.model.address import Family
 from kproxy_nftables import skeleton
-from kproxy_nftables.skeleton import Extras
+from kproxy_nftables.settings import Settings
 from tests.core.namespaces import own_network
 
 __all__ = ["own_network"]
@@ -62,7 +62,7 @@ def nft(*arguments: str, stdin: str = "") -> str:
 @pytest.mark.parametrize("family", Family)
 def test_messages_and_text_make_the_same_flowtable(family: Family) -> None:
     def layout(*devices: str) -> Layout:
-        return skeleton.layout(node_view(family=family), (), {}, Extras(flowtable=devices))
+        return skeleton.layout(node_view(family=family), (), {}, Settings(flowtable=devices))
 
     table, wanted = skeleton.table(family), layout("lo")
     with RulesetSocket.open() as connection:

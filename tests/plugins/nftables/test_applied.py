@@ -13,7 +13,8 @@ from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements
 from kproxy_nftables.names import parse_template
-from kproxy_nftables.skeleton import Extras, templates, templates_of
+from kproxy_nftables.settings import Settings
+from kproxy_nftables.skeleton import templates, templates_of
 from kproxy_nftables.wanted import Element, Value, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -230,7 +231,7 @@ def test_a_hash_selects_a_slot_of_the_table(hash_by: HashBy, number: str) -> Non
     held = Applied()
     held.acknowledge(held.difference(made))
     assert held.held[plan.key].cluster == plan.cluster_slots
-    (chain,) = templates(NODE, [template], Extras(without_hash=True))
+    (chain,) = templates(NODE, [template], Settings(without_hash=True))
     assert isinstance(chain, Chain)
     assert "numgen random mod 1021" in rule_text(chain.rules[-1])
 

@@ -10,8 +10,7 @@ from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.render import render_text
-from kproxy_nftables.settings import read_settings
-from kproxy_nftables.skeleton import Extras
+from kproxy_nftables.settings import Settings, read_settings
 from tests.guest.checks import Problems, names_of, play
 
 CHECKS = [Path(__file__).with_name("flowtable_checks.py")]
@@ -50,7 +49,7 @@ def test_wrong_values_are_refused_with_the_name_of_the_option(given: object, wor
 def test_rules_have_no_flowtable_without_devices() -> None:
     update = full_update(node_view(), {})
     assert "flow" not in render_text(update)
-    assert 'devices = { "eth0", "cni0" }' in render_text(update, Extras(flowtable=("eth0", "cni0")))
+    assert 'devices = { "eth0", "cni0" }' in render_text(update, Settings(flowtable=("eth0", "cni0")))
 
 
 def test_rendered_rules_are_checked_without_the_devices_of_the_node() -> None:

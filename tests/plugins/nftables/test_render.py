@@ -14,7 +14,7 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Service
 from kproxy_nftables.names import Template, parse_template
 from kproxy_nftables.render import render_text
-from kproxy_nftables.skeleton import Extras
+from kproxy_nftables.settings import Settings
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 LOCAL = endpoint("10.244.1.5", "node1")
@@ -175,7 +175,7 @@ def test_rules_do_not_depend_on_the_number_of_services() -> None:
 
 def test_rules_count_only_if_traffic_is_counted() -> None:
     update = full_update(NODE, plans(NODE, service(), endpoint_slice("web", REMOTE)))
-    plain, counted = render_text(update), render_text(update, Extras(counted=True))
+    plain, counted = render_text(update), render_text(update, Settings(counted=True))
     assert "counter" not in plain
     added = [line for line in counted.splitlines() if line not in plain.splitlines()]
     assert len([line for line in added if " counter }" in line]) == len(Protocol) + 1
