@@ -462,12 +462,6 @@ def _int(text: str | None) -> int:
     return int(text) if text and text.strip().isdecimal() else 0
 
 
-CHECKS: Final = (
-    "firewall", "foreign-table", "second-proxy", "ip-forward", "rp-filter", "bridge-nf-call", "hairpin",
-    "conntrack", "node-ports", "mtu", "clock", "cgroup", "kernel",
-)
-"""The names of all checks."""
-
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
     _foreign_tables, _second_proxy, _forwarding, _reverse_path, _bridges, _conntrack, _node_ports, _mtu,
     _clock, _cgroups, _kernel,

@@ -1,23 +1,13 @@
 """``kproxy doctor``: what on this node hurts Services."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import click
 
 from kproxy_core.app.control import send_request
-from kproxy_core.app.doctor import (
-    CHECKS,
-    Finding,
-    Json,
-    Services,
-    Stop,
-    drop_findings,
-    findings,
-    samples,
-    unclear,
-)
+from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
@@ -55,8 +45,8 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
     return Services.of(found["mode"], found["plans"], is_running=True), ""
 
 
-def examine(services: Services | None, ignored: Collection[str] = ()) -> Json:
-    """Return what hurts *services* on this node, but for *ignored* checks, and what could not be told."""
+def examine(services: Services | None) -> Json:
+    """Return what hurts *services* on this node, and what could not be told."""
     state = read_node_state(services.endpoints if services else ())
     stops: list[Stop] = []
     found: list[Finding] = []
@@ -70,7 +60,7 @@ def examine(services: Services | None, ignored: Collection[str] = ()) -> Json:
     found += findings(state, services)
     return {
         "proxy": services.mode if services and services.is_running else "",
-        "findings": [finding._asdict() for finding in found if finding.check not in ignored],
+        "findings": [finding._asdict() for finding in found],
         "unclear": [*problems, *unclear(state, stops)],
     }
 
@@ -125,11 +115,9 @@ def _finding(finding: Mapping[str, Any]) -> Iterator[str]:
 
 
 @click.command("doctor", cls=FlagCommand)
-@click.option("--ignore", metavar="CHECK", type=click.Choice(CHECKS), multiple=True,
-              help=f"Leave out what this check finds; may be repeated. The checks are {', '.join(CHECKS)}.")
 @with_flags(RULES, SOURCES)
 @TEXT_OR_JSON
-def command(ignore: tuple[str, ...], output: str, **options: Any) -> int:
+def command(output: str, **options: Any) -> int:
     """Find what on this node hurts Services.
 
     That is, among others, firewalls that drop forwarded packets, kernel settings, bridges, MTUs and other
@@ -141,7 +129,7 @@ def command(ignore: tuple[str, ...], output: str, **options: Any) -> int:
     """
     with cli_errors():
         services, problem = read_services(given(options))
-    found = examine(services, ignore)
+    found = examine(services)
     if problem:
         found["unclear"].append(problem)
     show_answer(found, output, as_text)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from kproxy_core.cli.doctor import examine
+from kproxy_core.cli.doctor import as_text, examine, status_of
 from tests.core.cli.test_cli import WEB
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, running
@@ -76,9 +77,15 @@ def settings(node: Namespace, *given: str) -> None:
 
 def found(node: Namespace) -> dict[str, Any]:
     """Return the findings by check, without those of the machine, and what is unclear."""
-    answer = node.inside(lambda: examine(None, OF_THE_MACHINE))
+    answer = node.inside(lambda: examine(None))
     assert answer["unclear"] == []
-    return {finding["check"]: finding for finding in answer["findings"]}
+    return of_the_namespace(answer)
+
+
+def of_the_namespace(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the findings in *answer* by check, without those of the machine."""
+    findings = {finding["check"]: finding for finding in answer["findings"]}
+    return {check: finding for check, finding in findings.items() if check not in OF_THE_MACHINE}
 
 
 def state_of(node: Namespace) -> str:
@@ -183,8 +190,8 @@ def test_a_rule_that_is_not_understood_makes_a_drop_unclear() -> None:
     with clean() as node:
         by_iptables(DOCKER.replace(
             "COMMIT", "-A DOCKER-USER -m statistic --mode random --probability 0.5 -j ACCEPT\nCOMMIT"))(node)
-        answer = node.inside(lambda: examine(None, OF_THE_MACHINE))
-    assert answer["findings"] == []
+        answer = node.inside(lambda: examine(None))
+    assert of_the_namespace(answer) == {}
     assert answer["unclear"] == [
         "nft table ip filter, chain FORWARD, its policy drops them unless an earlier rule accepts them "
         "(0 packets so far); not understood: match statistic in rule 1 of chain DOCKER-USER"]
@@ -208,7 +215,7 @@ def test_a_second_proxy_and_its_node_ports_are_found_beside_a_running_one(tmp_pa
         settings(node, "net.ipv4.ip_local_port_range=30000 60999")
         node.nft("table ip kube-proxy { }; table ip nat { chain KUBE-SERVICES { }; }")
         done = json.loads(node.inside(lambda: _doctor("-o", "json")))
-    findings = {finding["check"]: finding for finding in done["findings"]}
+    findings = of_the_namespace(done)
     assert done["proxy"] == "nftables"
     assert {*findings} == {"second-proxy", "node-ports"}
     assert findings["second-proxy"]["evidence"] == [
@@ -218,21 +225,22 @@ def test_a_second_proxy_and_its_node_ports_are_found_beside_a_running_one(tmp_pa
         "net.ipv4.ip_local_port_range = 30000 60999", "node port 30080 of shop/web"]
 
 
-def _doctor(*words: str, status: int = 1) -> str:
-    ignored = [f"--ignore={check}" for check in OF_THE_MACHINE]
-    done = subprocess.run(
-        [KPROXY, "doctor", *ignored, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stderr
+def _doctor(*words: str) -> str:
+    """Return what ``kproxy doctor`` prints with findings."""
+    done = subprocess.run([KPROXY, "doctor", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
     return done.stdout
 
 
 def test_the_exit_status_and_the_text_say_whether_anything_was_found() -> None:
     with clean() as node:
-        assert node.inside(lambda: _doctor(status=0)) == "nothing on this node hurts Services\n"
         settings(node, "net.ipv4.ip_forward=0")
-        assert node.inside(_doctor).splitlines() == [
+        assert node.inside(_doctor).splitlines()[:3] == [
             "ip-forward: this node forwards no IPv4 packets", "  net.ipv4.ip_forward = 0",
             "  remedy: sysctl -w net.ipv4.ip_forward=1, and the same in /etc/sysctl.d"]
+    nothing: dict[str, Any] = {"proxy": "", "findings": [], "unclear": []}
+    assert click.unstyle(as_text(nothing)) == "nothing on this node hurts Services"
+    assert status_of(nothing) == 0
 
 
 def test_names_of_other_programs_cannot_move_a_cursor() -> None:
