@@ -36,13 +36,7 @@ from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Translation, Update
-from kproxy_core.kube.encode import (
-    encode_forward,
-    encode_node,
-    encode_service,
-    encode_service_cidr,
-    encode_slice,
-)
+from kproxy_core.kube.encode import encode_node, encode_objects, encode_service_cidr
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process
 from kproxy_core.linux.addresses import interface_towards
@@ -326,13 +320,7 @@ def report(
     cidrs = [cidr for view in views for cidr in view.service_cidrs]
     encoded = [encode_node(name, zone, own, pods)]
     encoded += [encode_service_cidr(cidrs)] if cidrs else []
-    forwards = {name for name, service in services.items() if not service.cluster_ips}
-    encoded += [
-        encode_forward(service, [piece for piece in slices if piece.service == name]) if name in forwards
-        else encode_service(service)
-        for name, service in sorted(services.items())
-    ]
-    encoded += [encode_slice(piece) for piece in slices if piece.service not in forwards]
+    encoded += encode_objects(services, slices)
     addresses = {address for of_family in plans.values() for address in of_family.addresses}
     return {
         "mode": node.instance.mode,

@@ -1,13 +1,27 @@
 """The model's objects as Kubernetes JSON, with the fields that a proxy reads: the reverse of `reading`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kproxy_core.model.address import Address, Cidr, format_address, format_socket
 from kproxy_core.model.duration import Duration
-from kproxy_core.model.service import Endpoint, EndpointSlice, Service
+from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceName
 
 Json = dict[str, Any]
+
+
+def encode_objects(services: Mapping[ServiceName, Service], slices: Iterable[EndpointSlice]) -> list[Json]:
+    """Return Services and Forwards by name, then the EndpointSlices of Services. Looks at each slice once."""
+    forwards: dict[ServiceName, list[EndpointSlice]] = {
+        name: [] for name, service in services.items() if not service.cluster_ips}
+    of_services: list[EndpointSlice] = []
+    for piece in slices:
+        forwards.get(piece.service, of_services).append(piece)
+    return [
+        *(encode_forward(service, forwards[name]) if name in forwards else encode_service(service)
+          for name, service in sorted(services.items())),
+        *map(encode_slice, of_services),
+    ]  # fmt: skip
 
 
 def encode_forward(service: Service, slices: Iterable[EndpointSlice]) -> Json:

@@ -6,7 +6,14 @@ import pytest
 
 from kproxy_conformance.builders import addresses, endpoint, endpoint_slice, service
 from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
-from kproxy_core.kube.encode import encode_node, encode_service, encode_service_cidr, encode_slice
+from kproxy_core.kube.encode import (
+    encode_forward,
+    encode_node,
+    encode_objects,
+    encode_service,
+    encode_service_cidr,
+    encode_slice,
+)
 from kproxy_core.model.address import Family, parse_cidr
 from kproxy_core.model.events import NodeSet, ServiceCidrSet, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice, Service
@@ -50,6 +57,16 @@ def test_a_slice(made: EndpointSlice) -> None:
     reading = ENDPOINT_SLICES.from_json(json.dumps(encode_slice(made)).encode())
     assert reading.bad == ()
     assert reading.value == SliceSet(made)
+
+
+def test_all_objects_are_encoded_in_one_pass_over_the_slices() -> None:
+    web, one, other = (service(name, "80", ip=ip) for name, ip in (
+        ("shop/web", "10.96.0.1"), ("Forward/one", ""), ("Forward/other", "")))
+    of_web, *of_one = (endpoint_slice(name, address) for name, address in (
+        ("shop/web", "10.1.1.1"), ("Forward/one", "10.1.1.2"), ("Forward/one", "10.1.1.3")))
+    services = {each.name: each for each in (web, other, one)}
+    assert encode_objects(services, iter([of_one[0], of_web, of_one[1]])) == [
+        encode_forward(one, of_one), encode_forward(other, []), encode_service(web), encode_slice(of_web)]
 
 
 def test_a_resource_version_is_the_origin_of_a_service() -> None:
