@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.core.namespaces import Namespace
+from tests.patience import PATIENCE
 
-PATIENCE = 120.0
 _PORT = 9515
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",

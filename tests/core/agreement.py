@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE = 120.0
-"""Seconds."""
+from tests.patience import PATIENCE
 
 
 def expect_equal(ours: Callable[[], object], theirs: Callable[[], object]) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 _DETACH = 2
 """MNT_DETACH"""
-_PATIENCE = 120.0
-"""Seconds for the processes in a cgroup to end."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
@@ -32,7 +32,7 @@ def new_cgroup() -> Iterator[Path]:
     try:
         yield made
     finally:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         # A process that is ending still keeps the cgroup, though it is not listed any more.
         while _is_populated(made) and time.monotonic() < deadline:
             time.sleep(0.01)

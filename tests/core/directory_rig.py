@@ -13,11 +13,10 @@ from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.events import BadObject, Event
 from kproxy_core.model.service import ServiceName
+from tests.patience import PATIENCE
 
 Json = dict[str, Any]
 NODE = "node1"
-PATIENCE = 120.0
-"""Seconds after which something that must happen is given up."""
 
 
 def service(name: str = "web", ip: str = "10.96.0.1", port: int = 80, **spec: object) -> Json:

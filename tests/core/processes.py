@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.core.namespaces import Namespace
+from tests.patience import PATIENCE
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
 
 HEALTH = 10256
 """The port of kube-proxy's health server."""
-PATIENCE = 120.0
-"""Seconds for a start or an end, on a machine that has other things to do as well."""
 
 Process = subprocess.Popen[str]
 

@@ -12,9 +12,10 @@ import yaml
 from kproxy_ebpf.kernel.mounts import is_bpf_file_system
 from tests.core.bpf_places import new_cgroup
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, started
+from tests.core.processes import KPROXY, Proxy, started
 from tests.deploy.objects import Object, base, containers
 from tests.deploy.test_manifests import patched
+from tests.patience import PATIENCE
 
 DAEMON_SET, _ = patched(base()["DaemonSet"], "ebpf")
 (INIT, MAIN) = containers(DAEMON_SET)

@@ -14,8 +14,9 @@ import yaml
 
 from kproxy_core.app import preparation
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, started
+from tests.core.processes import KPROXY, Proxy, started
 from tests.deploy.objects import Object, base, containers
+from tests.patience import PATIENCE
 
 (INIT, MAIN) = containers(base()["DaemonSet"])
 READY = MAIN["readinessProbe"]["httpGet"]["path"]

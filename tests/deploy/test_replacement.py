@@ -23,13 +23,13 @@ from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import running
 from tests.deploy.objects import DEPLOY
+from tests.patience import PATIENCE
 
 PROGRAMS = Path(sys.executable).parent
 """The directory of kproxy, as in the image."""
 SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
-PATIENCE = 120.0
 
 CONFIG = {
     "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",

@@ -15,7 +15,8 @@ from kproxy_conformance.apiserver.server import Server
 from kproxy_conformance.apiserver.store import Store
 from tests.core.api_servers import write_kubeconfig
 from tests.core.namespaces import Namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, started
+from tests.core.processes import KPROXY, Proxy, started
+from tests.patience import PATIENCE
 
 KUBECTL_KPROXY = str(Path(sys.executable).with_name("kubectl-kproxy"))
 

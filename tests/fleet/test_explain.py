@@ -5,8 +5,9 @@ import time
 from datetime import UTC, datetime, timedelta
 
 from kproxy_conformance.apiserver.store import Json
-from tests.core.processes import KPROXY, PATIENCE
+from tests.core.processes import KPROXY
 from tests.fleet.fleet import PORT, Fleet, pod_address, pod_object, service, slice_of
+from tests.patience import PATIENCE
 
 CART = "10.128.1.9"
 """The address of a pod on node-a that dials."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.core.namespaces import Namespace
-from tests.core.processes import PATIENCE
 from tests.fleet.canned import STATUS, Canned
 from tests.fleet.fleet import KUBECTL_KPROXY, NODES, Fleet
+from tests.patience import PATIENCE
 
 WEB = ("10.96.0.10", 80)
 NEW, OLD = "iptables", "nftables"

@@ -8,9 +8,8 @@ from tests.core.golden import golden
 from tests.core.namespaces import Namespace
 from tests.core.processes import running
 from tests.leftovers.kernel import held
+from tests.patience import PATIENCE
 
-PATIENCE = 120.0
-"""Seconds."""
 LOOK = 0.5
 """Seconds between two looks, each of which starts a dozen programs."""
 

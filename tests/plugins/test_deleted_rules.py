@@ -15,11 +15,10 @@ from kproxy_conformance.checks.features import everything
 from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.model.address import Family
+from tests.patience import PATIENCE
 
 Json = dict[str, Any]
 
-PATIENCE = 120.0
-"""Seconds to wait for a report."""
 BUILT_IN = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
 _OF_SERVICE = re.compile(r"-[A-Z0-9]{8}|-\d")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, started
+from tests.core.processes import KPROXY, Proxy, started
+from tests.patience import PATIENCE
 
 ENDPOINT, PORT = "10.1.2.3", 8080
 Json = dict[str, Any]

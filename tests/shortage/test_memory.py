@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.processes import PATIENCE
+from tests.patience import PATIENCE
 from tests.shortage.node import MODES, node, vip
 
 _LIMITS = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}

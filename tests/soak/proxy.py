@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from kproxy_conformance.open_files import open_files
 from tests.core.namespaces import Namespace
+from tests.patience import PATIENCE
 from tests.switch.room import KPROXY
 
 Json = dict[str, Any]
 
-PATIENCE = 120.0
-"""Seconds for anything that should take less than one."""
 
 REPAIRED = ("repaired foreign changes", "full sync found differences", "first sync")
 """Messages of syncs after which the kernel holds everything."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, running
+from tests.core.processes import KPROXY, Proxy, running
+from tests.patience import PATIENCE
 
 FORWARD = """\
 apiVersion: kproxy.dev/v1

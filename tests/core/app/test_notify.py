@@ -13,7 +13,8 @@ import pytest
 from kproxy_core.app.notify import Heartbeat, ServiceManager
 from tests.core.cli.test_cli import manifests, node
 from tests.core.namespaces import Namespace
-from tests.core.processes import KPROXY, PATIENCE, started
+from tests.core.processes import KPROXY, started
+from tests.patience import PATIENCE
 
 __all__ = ["manifests", "node"]
 

@@ -15,7 +15,8 @@ import pytest
 from kproxy_core import __version__
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, PATIENCE, kproxy, running, started
+from tests.core.processes import KPROXY, kproxy, running, started
+from tests.patience import PATIENCE
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -23,7 +23,8 @@ from kproxy_core.plan.fate import Origin, Packet
 from tests.core.contract.test_registry import SETTINGS, plugin
 from tests.core.installed_plugins import install, on_path
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import PATIENCE, Proxy, running
+from tests.core.processes import Proxy, running
+from tests.patience import PATIENCE
 
 NODE = node_view()
 UPDATE = full_update(NODE, plans(NODE, service("web")))

@@ -23,9 +23,7 @@ from kproxy_core.model.events import (
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, SliceName
 from kproxy_core.model.timing import Backoff
-
-PATIENCE = 120.0
-"""Seconds after which a test gives up waiting for something that takes milliseconds."""
+from tests.patience import PATIENCE
 
 
 def always(seconds: float) -> type[Backoff]:

@@ -15,8 +15,9 @@ from kproxy_core.kube.checks import Checked, CheckedSource
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.model.events import Complete, Emit, Event, SliceGone, SliceSet
 from kproxy_core.model.service import Check, Endpoint, EndpointSlice, SliceName, SlicePort
-from tests.core.directory_rig import PATIENCE, State
+from tests.core.directory_rig import State
 from tests.core.kube.test_directory_errors import no_descriptors_left
+from tests.patience import PATIENCE
 
 OFTEN = Check(0.1)
 WEB = service_name("Forward/web")

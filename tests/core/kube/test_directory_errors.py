@@ -11,7 +11,8 @@ from queue import SimpleQueue
 import pytest
 
 from kproxy_core.kube import directory
-from tests.core.directory_rig import PATIENCE, followed, service, serving, text
+from tests.core.directory_rig import followed, service, serving, text
+from tests.patience import PATIENCE
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from kproxy_conformance.network.patience import patience
 from kproxy_conformance.open_files import open_files
 from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.model.events import Complete, ServiceGone
-from tests.core.directory_rig import PATIENCE, State, followed, service, serving, text, wait_past_everything
+from tests.core.directory_rig import State, followed, service, serving, text, wait_past_everything
+from tests.patience import PATIENCE
 
 
 @pytest.fixture

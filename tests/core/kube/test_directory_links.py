@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.directory_rig import PATIENCE, State, followed, service, serving, text
+from tests.core.directory_rig import State, followed, service, serving, text
+from tests.patience import PATIENCE
 
 OTHER = service("other", "10.96.0.2")
 

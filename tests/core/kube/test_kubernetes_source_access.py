@@ -17,7 +17,8 @@ from kproxy_core.kube.access import AccessError, CurrentAccess, Load, NotLoaded,
 from kproxy_core.kube.reflector import KubernetesSource
 from kproxy_core.kube.requests import ApiRequest
 from tests.core.api_servers import CHECKOUT, TLS, Json, ScriptedServer, server_tls, write_kubeconfig
-from tests.core.kube.observed_events import PATIENCE, following
+from tests.core.kube.observed_events import following
+from tests.patience import PATIENCE
 
 Kubeconfig = Callable[..., str]
 CA, CERT, KEY = (str(TLS / name) for name in ("ca.crt", "client.crt", "client.key"))

@@ -14,9 +14,9 @@ import pytest
 from kproxy_conformance.apiserver.objects import Options, generate
 from tests.core.api_servers import BenchServer
 from tests.core.namespaces import Namespace, namespace
+from tests.patience import PATIENCE
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
-PATIENCE = 120.0
 CLIENT, POD_PORT = "10.128.0.1", 8080
 FIRST, SECOND, BAD = "10.96.0.10", "10.96.0.11", "10.96.9.9"
 """ClusterIPs: the first two Services of the bench's server have these."""

@@ -31,8 +31,9 @@ from tests.core.api_servers import (
     watched,
     write_kubeconfig,
 )
-from tests.core.kube.observed_events import PATIENCE, Observed, following
+from tests.core.kube.observed_events import Observed, following
 from tests.core.namespaces import Namespace, namespace
+from tests.patience import PATIENCE
 
 CA = {"certificate-authority": str(TLS / "ca.crt")}
 OLD_SERVER = refuse(422)

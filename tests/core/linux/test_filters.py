@@ -15,8 +15,8 @@ from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.nft_filters import Drop, FilteredPacket, Interface, drops
 from kproxy_core.model.address import Family, Protocol, parse_address
 from tests.core.namespaces import Namespace, namespace
+from tests.patience import PATIENCE
 
-PATIENCE = 120.0
 CLIENT, SERVER, DIALLED = "10.0.1.2", "10.0.2.2", "10.0.9.9"
 TRANSLATION = f"""
 table ip kproxy {{ chain p {{

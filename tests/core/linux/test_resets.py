@@ -15,8 +15,7 @@ from kproxy_core.model.address import Family, Protocol, format_address, parse_ad
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 from tests.core.namespaces import Namespace, namespace
-
-PATIENCE = 20.0
+from tests.patience import PATIENCE
 
 
 class Connection(NamedTuple):

@@ -8,7 +8,8 @@ import pytest
 
 from tests.core.cli.test_cli import configuration, manifests, node
 from tests.core.namespaces import Namespace
-from tests.core.processes import KPROXY, PATIENCE, Proxy, running
+from tests.core.processes import KPROXY, Proxy, running
+from tests.patience import PATIENCE
 
 __all__ = ["manifests", "node"]
 

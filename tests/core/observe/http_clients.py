@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Address, parse_address
 from kproxy_core.observe.server import HttpServer, Listener
+from tests.patience import PATIENCE
 
 LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
 ANYWHERE = (Address(bytes(4)), Address(bytes(16)))
-
-PATIENCE = 120.0
-"""Timeout in seconds for a peer."""
 
 
 class Reply(NamedTuple):

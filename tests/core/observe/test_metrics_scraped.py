@@ -18,9 +18,9 @@ from tests.core.api_servers import BenchServer
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
 from tests.core.observe.test_metrics import shapes
+from tests.patience import PATIENCE
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
-PATIENCE = 120.0
 SLICE = "bench-0000/svc-000000-000"
 """One that the server generates."""
 

@@ -18,9 +18,9 @@ from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
 from kproxy_core.sync.plans import Step
 from tests.core.sync_events import NO_INSTANCE
+from tests.patience import PATIENCE
 
 V4, V6 = Family.IPV4, Family.IPV6
-PATIENCE = 120.0
 (VIP,) = addresses("10.96.0.1")
 (WEB,) = plans(node_view(), service("web"), endpoint_slice("web", "10.0.0.1")).values()
 (EMPTY,) = plans(node_view(), service("web")).values()

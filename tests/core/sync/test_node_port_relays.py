@@ -25,12 +25,12 @@ from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.node_port_relays import NodePortRelays
 from tests.core.namespaces import Namespace, own_network
+from tests.patience import PATIENCE
 
 __all__ = ["own_network"]
 
 NODE = replace(node_view(), relays_node_ports=True)
 UNASKED = node_view()
-PATIENCE = 20.0
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 

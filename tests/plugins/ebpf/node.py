@@ -20,6 +20,7 @@ from kproxy_ebpf.kernel import bpf
 from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, started
+from tests.patience import PATIENCE
 from tests.plugins.ebpf.sockets import Sockets, sockets_in
 
 NODE, NODE6 = "203.0.113.1", "fd00:203::1"
@@ -30,7 +31,6 @@ _HERE = (POD, POD6, NEIGHBOUR, NEIGHBOUR6)
 REMOTE = tuple(f"10.244.2.{number}" for number in range(11, 16))
 REMOTE6 = tuple(f"fd00:244:2::{number}" for number in range(11, 16))
 PORT = 8080
-PATIENCE = 120.0
 
 Json = dict[str, Any]
 

@@ -24,7 +24,8 @@ from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from tests.core.bpf_places import inside
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ebpf.node import NODE, PATIENCE, POD, PORT, REMOTE, REMOTE6, Node, node, until
+from tests.patience import PATIENCE
+from tests.plugins.ebpf.node import NODE, POD, PORT, REMOTE, REMOTE6, Node, node, until
 from tests.plugins.ebpf.sockets import Sockets, sockets_in
 
 UDP = socket.SOCK_DGRAM

@@ -16,11 +16,9 @@ from kproxy_core.contract.values import BackendSettings, Damage
 from kproxy_core.linux import programs
 from kproxy_core.model.address import Family
 from kproxy_iptables.backend import IptablesBackend
+from tests.patience import PATIENCE
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 from tests.plugins.iptables.scenes import NODES, all_plans, plain
-
-PATIENCE = 120.0
-"""Seconds to wait for a report."""
 
 PLANS = all_plans(V4, plain(1, 1, 2))
 

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-PATIENCE = 120.0
+from tests.patience import PATIENCE
 
 
 class Endpoint:

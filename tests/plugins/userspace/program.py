@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from .endpoints import PATIENCE
+from tests.patience import PATIENCE
 
 KPROXY = Path(sys.executable).with_name("kproxy")
 

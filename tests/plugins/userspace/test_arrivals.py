@@ -16,8 +16,9 @@ from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
 from kproxy_userspace import retire as retire_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE, connect, endpoints, name_of, reached
+from .endpoints import connect, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start
 
 pytestmark = pytest.mark.usefixtures("node")

@@ -23,8 +23,9 @@ from kproxy_core.observe.traffic import Counts
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.wanted import wanted
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+from .endpoints import connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Proxy, Start
 
 

@@ -10,8 +10,8 @@ import yaml
 
 from tests.bench.load import endpoint, idle_connections
 from tests.bench.relays import resident_mib
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE
 from .proxies import VIP
 
 KPROXY = Path(sys.executable).with_name("kproxy")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_conformance.builders import service
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE
 from .program import manifests, metric, problems, program, until
 from .proxies import Start
 

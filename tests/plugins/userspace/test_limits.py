@@ -13,8 +13,9 @@ import pytest
 
 from kproxy_conformance.builders import service
 from kproxy_conformance.network.patience import patience
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE, connect, endpoints, name_of
+from .endpoints import connect, endpoints, name_of
 from .proxies import ONE, VIP, A, Proxy, Start
 
 pytestmark = pytest.mark.usefixtures("node")

@@ -19,8 +19,9 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import retire as retire_module
 from kproxy_userspace.cleanup import cleanup
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+from .endpoints import connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start
 
 pytestmark = pytest.mark.usefixtures("node")

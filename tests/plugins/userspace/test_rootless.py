@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.other_user import as_nobody
-
-from .endpoints import PATIENCE
+from tests.patience import PATIENCE
 
 KPROXY = Path(sys.executable).with_name("kproxy")
 SHOP = Path(__file__).parents[3] / "examples" / "shop"

@@ -28,8 +28,9 @@ from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
 from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
+from tests.patience import PATIENCE
 
-from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+from .endpoints import connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Start
 
 WEB = ServicePortKey("default", "web", "", Protocol.TCP)

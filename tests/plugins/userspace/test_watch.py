@@ -16,8 +16,7 @@ from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.names import PORTALS_HOST
 from kproxy_userspace.watch import Watcher
-
-from .endpoints import PATIENCE
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("node")
 

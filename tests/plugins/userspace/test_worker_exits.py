@@ -16,8 +16,8 @@ from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.watch import Watcher
+from tests.patience import PATIENCE
 
-PATIENCE = 120
 SETTINGS = WorkerSettings(0.25, -1.0, 3600.0)
 
 
