@@ -32,9 +32,6 @@ RECORDS = ("filter-postrouting ", "filter-input ", "record")
 EXACT = ("nftables", "ebpf")
 """Modes without deviations."""
 
-HERE = ("iptables", "userspace")
-"""Modes whose kernel state is text of programs, which take longer to start than a packet takes."""
-
 CHAINS = {
     "iptables": ("nat KUBE-SVC-", "nat KUBE-SVL-", "nat KUBE-EXT-", "nat KUBE-FW-", "nat KUBE-SEP-"),
     "userspace": ("nat KUBE-PORTALS-", "nat KUBE-NODEPORT-"),
@@ -44,7 +41,13 @@ _COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
 
 
 class ExplainedPlay(Play):
-    """A play whose proxy is asked before packets are sent."""
+    """A play that is asked before packets are sent.
+
+    The backend is in this process, and reads the kernel once for all packets of a round. Scenarios ask a
+    running proxy about theirs.
+    """
+
+    make_driver = BackendDriver
 
     def explained(self, attempt: Attempt) -> dict[str, Any]:
         """Return the answer for *attempt*."""
@@ -65,8 +68,8 @@ class ExplainedPlay(Play):
         left = COUNTED
         while left > 0:
             self.apply(world)
-            for attempt in world.attempts():
-                answer = self.explained(attempt)
+            attempts = list(world.attempts())
+            for attempt, answer in zip(attempts, self.all_explained(attempts), strict=True):
                 if is_wanted(attempt, answer):
                     yield attempt, answer
                     left -= 1
@@ -136,12 +139,6 @@ class ExplainedPlay(Play):
                 if event.packet == begin.packet and event.table == "kproxy" and event.handle}  # fmt: skip
 
 
-class PlayHere(ExplainedPlay):
-    """A play with the backend in this process, which reads the kernel once for all packets of a round."""
-
-    make_driver = BackendDriver
-
-
 class CountingPlay(ExplainedPlay):
     """A play whose BPF programs count connections by frontend and endpoint."""
 
@@ -168,7 +165,7 @@ def counting(family: str, tmp_path: Path) -> Iterator[CountingPlay]:
 
 @pytest.fixture
 def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
-    with closing((PlayHere if mode in HERE else ExplainedPlay)(mode, family, tmp_path)) as play:
+    with closing(ExplainedPlay(mode, family, tmp_path)) as play:
         yield play
 
 

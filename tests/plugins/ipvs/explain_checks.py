@@ -20,7 +20,7 @@ from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.settings import Settings
 from tests.conformance.any_services import World
-from tests.conformance.test_explained import PlayHere, is_load_balanced, objects_of
+from tests.conformance.test_explained import ExplainedPlay, is_load_balanced, objects_of
 from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases
 from tests.plugins.ipvs.kube_proxy_state import write_objects
@@ -32,7 +32,7 @@ CHAINS = ("mangle KUBE-", "nat KUBE-", "filter KUBE-IPVS-FILTER", *SERVERS)
 """Chains that only the first packet of a connection meets, and the servers."""
 
 
-class IpvsPlay(PlayHere):
+class IpvsPlay(ExplainedPlay):
     """A play that reads the kernel's counts of connections, too."""
 
     def counters(self) -> Counter[tuple[str, str]]:
@@ -55,7 +55,7 @@ def play(family: str, tmp_path: Path) -> Iterator[IpvsPlay]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packets_have_the_fate_of_the_explanation(play: PlayHere, family: str) -> None:
+def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, family: str) -> None:
     world = World(Random(f"explained ipvs {family}"))
     cases = 0
     for _ in range(ROUNDS):
