@@ -8,7 +8,7 @@ import pytest
 from tests.examples.pages import CHECKOUT
 
 PAGES = sorted((CHECKOUT / "docs" / "design" / "behaviour").glob("*.md"))
-SCENARIOS = CHECKOUT / "kproxy_core" / "testing" / "scenarios"
+SCENARIOS = CHECKOUT / "conformance" / "kproxy_conformance" / "scenarios"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
