@@ -100,7 +100,7 @@ ALL = (
     Lane("core", ("tests/core", "--part=1/2")),  # pytest has compiled these tests by then
     *_scenarios("iptables", 2),
     *_scenarios("userspace", 1),
-    *_scenarios("iptables-legacy", 2),
+    *_scenarios("iptables-legacy", 1),
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",

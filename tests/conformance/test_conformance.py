@@ -18,7 +18,7 @@ CASES = [
     case
     for mode in MODES
     for case in cases_of(
-        mode, SCENARIOS.values(), NOT_FOR.get(mode, ()), in_turns=mode.endswith(THROUGH_API)
+        mode, SCENARIOS.values(), NOT_FOR.get(mode, ()), in_turns=mode.endswith((THROUGH_API, LEGACY))
     )
 ]
 
