@@ -56,11 +56,14 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.plans import FamilyPlans
 
+RelayProblem = Callable[[Family, ServicePortKey], str]
+"""See `kproxy_core.sync.node_port_relays.NodePortRelays.problem`."""
+
 
 class Snapshot:
     """The running proxy's plans of one family at one moment. For any thread but the loop's."""
 
-    def __init__(self, loop: Loop, plans: FamilyPlans) -> None:
+    def __init__(self, loop: Loop, plans: FamilyPlans, relay_problem: RelayProblem) -> None:
         """On the loop's thread, for as long as it takes to copy a dictionary."""
         self.node = plans.node
         self.addresses = plans.addresses
@@ -68,6 +71,7 @@ class Snapshot:
         self.plans: Mapping[ServicePortKey, ServicePlan] = dict(plans.plans)
         self._loop = loop
         self._live = plans
+        self._relay_problem = relay_problem
         self._candidates: dict[ServicePortKey, Candidates] = {}
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
@@ -91,15 +95,19 @@ class Snapshot:
     def last_resort(self, service: ServiceName) -> LastResort | None:
         return self._live.last_resort(service)
 
+    def relay_problem(self, key: ServicePortKey) -> str:
+        """Return why the relay of a node port does not listen; "" if it does, or there is none."""
+        return self._relay_problem(self.node.family, key)
 
-def take_snapshots(loop: Loop) -> dict[Family, Snapshot]:
+
+def take_snapshots(loop: Loop, relay_problem: RelayProblem) -> dict[Family, Snapshot]:
     """Return the plans of all families at one moment. On the loop's thread."""
-    return {family: Snapshot(loop, plans) for family, plans in loop.plans.items()}
+    return {family: Snapshot(loop, plans, relay_problem) for family, plans in loop.plans.items()}
 
 
-def snapshots(loop: Loop) -> dict[Family, Snapshot]:
+def snapshots(loop: Loop, relay_problem: RelayProblem) -> dict[Family, Snapshot]:
     """As `take_snapshots`, on any other thread."""
-    return loop.call(partial(take_snapshots, loop))
+    return loop.call(partial(take_snapshots, loop, relay_problem))
 
 
 class PlannedNode(Protocol):
@@ -357,6 +365,7 @@ class Answers:
     def __init__(
         self, loop: Loop, registry: Registry, switch: ModeSwitch, store: Store, *,
         settings_of: Callable[[str], BackendSettings], mode_settings: Callable[[str], ModeSettings],
+        relay_problem: RelayProblem,
     ) -> None:
         self._loop = loop
         self._registry = registry
@@ -364,6 +373,7 @@ class Answers:
         self._store = store
         self._settings_of = settings_of
         self._mode_settings = mode_settings
+        self._relay_problem = relay_problem
 
     def explain(self, asked: Explain) -> Answer:
         return explain(asked, self._now(), live=True)
@@ -396,7 +406,8 @@ class Answers:
 
     def _moment(self) -> _Moment:
         """On the loop's thread."""
-        return _Moment(take_snapshots(self._loop), self._registry, self._switch.instance, self._settings_of)
+        plans = take_snapshots(self._loop, self._relay_problem)
+        return _Moment(plans, self._registry, self._switch.instance, self._settings_of)
 
     def _operations(self, mode: str) -> Sequence[Json]:
         settings, serving = self._mode_settings(mode), self._switch.instance

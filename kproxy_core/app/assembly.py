@@ -331,7 +331,8 @@ class _Proxy:
         from kproxy_core.app.answers import Answers  # a start needs none of what it imports
 
         return Answers(self._loop, self._registry, self._switch, self._store,
-                       settings_of=self._settings_of, mode_settings=self._mode_settings)
+                       settings_of=self._settings_of, mode_settings=self._mode_settings,
+                       relay_problem=self._relays.problem)
 
     def _make_overview(self) -> "Overview":
         from kproxy_core.app.overview import Overview  # nor this

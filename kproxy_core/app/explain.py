@@ -149,6 +149,8 @@ class ReadablePlans(typing.Protocol):
 
     def origin(self, service: ServiceName) -> str: ...
 
+    def relay_problem(self, key: ServicePortKey) -> str: ...
+
 
 InterfaceTowards = Callable[[Address], str]
 """Returns the interface to which the route to an address leads. Its packets are taken to arrive there."""
@@ -289,8 +291,9 @@ def _near(plans: ReadablePlans, packet: Packet) -> tuple[str, bool]:
     if same:
         more = f", and {len(same) - 5} more" if len(same) > 5 else ""
         return f"{format_address(where)} serves {', '.join(same[:5])}{more}", has_cluster_ip
-    if is_loopback(where) and plans.owner(Frontend(None, protocol, packet.port)):
-        return f"node port {packet.port} is served on loopback in some modes only", False
+    if is_loopback(where) and (plan := plans.owner(Frontend(None, protocol, packet.port))):
+        problem = plans.relay_problem(plan.key)
+        return problem or f"node port {packet.port} is served on loopback in some modes only", False
     for cidr in plans.node.service_cidrs:
         if where in cidr:
             return f"it is in the ServiceCIDR {cidr}, and no Service has it", False
@@ -330,7 +333,10 @@ def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
 # Node ports on loopback, which relays serve and no rule.
 
 def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Protocol], bool]) -> KernelSide:
-    """Return *side*, or what a relay of this process does with the packet. See `Backend.wants_relays`."""
+    """Return *side*, or what a relay of this process does with the packet. See `Backend.wants_relays`.
+
+    A relay that does not listen does nothing.
+    """
     packet, node = case.question.packet, case.question.node
     is_left = side.fate is not None and side.fate.outcome is Outcome.UNTOUCHED
     if not is_left or (packet.origin, packet.destination) != (Origin.NODE, node.family.loopback):
@@ -339,7 +345,7 @@ def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Pro
     if plan is None or not (node.relays_node_ports and wants_relays(node.family, packet.protocol)):
         return side
     endpoints = plan.relayed_to
-    if not endpoints:
+    if not endpoints or case.plans.relay_problem(plan.key):
         return side
     where = format_socket(packet.destination, packet.port)
     objects = [KernelObject("relay", f"{where} -> {format_socket(*endpoint)}") for endpoint in endpoints]

@@ -146,6 +146,14 @@ class NodePortRelays:
             ]  # fmt: skip
         return found
 
+    def problem(self, family: Family, key: ServicePortKey) -> str:
+        """Return why the relay of a node port does not listen; "" if it does, or there is none.
+
+        From any thread.
+        """
+        serve = self._relays[family].get(key)
+        return self._problem(family, key, serve) if serve is not None and serve.relay in self._failing else ""
+
     def close(self) -> None:
         """End the process, and with it every connection."""
         self._workers.close()

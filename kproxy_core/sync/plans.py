@@ -274,6 +274,10 @@ class FamilyPlans:
         """Return the file or the resource version of a Service; "" if unknown."""
         return self._store.origins.get(service, "")
 
+    def relay_problem(self, key: ServicePortKey) -> str:
+        """Return "": without a running proxy, no relay fails."""
+        return ""
+
     def candidates(self, key: ServicePortKey) -> Candidates:
         """Return all endpoints of one service port, usable or not."""
         service = self._store.services.get(key.service)

@@ -83,6 +83,9 @@ class KnownPlans:
     def slices(self, _service: ServiceName) -> Sequence[EndpointSlice]:
         return ()
 
+    def relay_problem(self, _key: ServicePortKey) -> str:
+        return ""
+
 
 def differences_of(
     plans: KnownPlans, explain: Callable[[list[Question]], Sequence[KernelSide]],

@@ -158,7 +158,7 @@ class BackendDriver(Driver):
         """As the base's. The kernel is read once for all *requests*."""
         if self._loop is None or self._instance is None:
             return None
-        plans = snapshots(self._loop)
+        plans = snapshots(self._loop, self._relays.problem)
         with self.node.entered():
             asked = [parse_texts(Explain, request) for request in requests]
             cases = [case for one in asked for case in cases_of(one, plans, live=True)]

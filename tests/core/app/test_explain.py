@@ -27,6 +27,7 @@ from kproxy_core.app.explain import (
     decide_case,
     parse_sender,
     parse_target,
+    with_relay,
 )
 from kproxy_core.cli.explain import as_text
 from kproxy_core.contract.values import KernelObject, KernelSide
@@ -56,6 +57,8 @@ class Known:
     addresses: frozenset[Address] = frozenset()
     now: float = 0.0
     resort: LastResort | None = None
+    problem: str = ""
+    """Of relays."""
 
     def serve(self, made: Service, *pieces: EndpointSlice) -> None:
         found = plans(self.node, made, *pieces)
@@ -78,6 +81,9 @@ class Known:
 
     def origin(self, service: ServiceName) -> str:
         return f"file {service.name}.yaml"
+
+    def relay_problem(self, key: ServicePortKey) -> str:
+        return self.problem
 
 
 def known(*endpoints: Endpoint | str, **options: object) -> Known:
@@ -321,6 +327,18 @@ def test_an_address_without_a_port_means_all_its_frontends() -> None:
     assert {case.question.packet.port for case in asked(known(HERE), "10.96.0.1")} == {80}
     node = asked(known(HERE), "192.0.2.10")
     assert {case.question.packet.port for case in node} == {30080}
+
+
+@pytest.mark.parametrize("problem", ["", "shop/web:http is not served on 127.0.0.1:30080: it is in use"])
+def test_a_relay_serves_a_node_port_on_loopback_unless_it_does_not_listen(problem: str) -> None:
+    of = known(HERE)
+    of.node, of.problem = replace(NODE, relays_node_ports=True), problem
+    (case,) = asked(of, "127.0.0.1:30080", "node")
+    found = with_relay(case, side(Fate(Outcome.UNTOUCHED, "")), lambda family, protocol: True)
+    assert found.fate is not None
+    assert found.fate.outcome is (Outcome.UNTOUCHED if problem else Outcome.FORWARDED)
+    assert answer(case, found, mode="test", live=True)["near"] == (
+        problem or "node port 30080 is served on loopback in some modes only")
 
 
 def test_the_nearest_frontends_of_an_address_are_named() -> None:

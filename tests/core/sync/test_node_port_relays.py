@@ -167,12 +167,15 @@ def test_a_port_of_another_process_is_reported_counted_and_taken_once_it_is_free
             problem = "default/web is not served on 127.0.0.1:30080: [Errno 98] Address already in use"
             assert [(str(name), said) for name, said in rig.events] == [("default/web", problem)]
             assert rig.shown == {Family.IPV4: problem, Family.IPV6: ""}
+            assert rig.relays.problem(NODE.family, *web(a)) == problem
+            assert rig.relays.problem(NODE.family, *web(a, "other")) == ""
             assert reached(30081) == "a"
             assert rig.metrics() == {"listeners": 1, "listener_creation_failures_total": 1}
             assert rig.make_delayed_calls() == [1]
             assert rig.metrics() == {"listeners": 1, "listener_creation_failures_total": 2}
         assert rig.make_delayed_calls() == [2]
         assert reached() == "a"
+        assert rig.relays.problem(NODE.family, *web(a)) == ""
         assert (rig.shown[Family.IPV4], rig.metrics()["listeners"], rig.delayed) == ("", 2, [])
 
 
