@@ -33,7 +33,7 @@ FEATURE_GATES = {
     "LoggingBetaOptions": Gate(True, "BETA", no_effect="the log has no beta options"),
     "MultiCIDRServiceAllocator": Gate(True, "", locked=True),
     "NFTablesNetlink": Gate(True, "BETA", no_effect="nftables rules are always written as netlink messages"),
-    "NativeHistograms": Gate(False, "ALPHA", no_effect="histograms have buckets"),
+    "NativeHistograms": Gate(False, "BETA", no_effect="histograms have buckets"),
     "PreferSameTrafficDistribution": Gate(True, "", locked=True),
 }
 """The gates of a service proxy. Others are no error, because a cluster gives all its components the same

@@ -327,6 +327,7 @@ def test_a_gate_may_stand_for_its_stage() -> None:
     gates = from_file("featureGates: {AllAlpha: true, AllBeta: false, ComponentFlagz: true}\n").feature_gates
     assert (gates["LoggingAlphaOptions"], gates["ComponentStatusz"], gates["ComponentFlagz"]) == (
         True, False, True)
+    assert not gates["NativeHistograms"]  # beta since 1.37
     assert gates["AllowServiceExternalIPs"]
 
 
