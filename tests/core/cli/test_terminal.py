@@ -47,13 +47,13 @@ def piped(*arguments: str) -> str:
 
 
 def test_probed_modes_are_a_table_with_colours_on_a_terminal() -> None:
-    text = on_a_terminal("modes", "--probe")
+    text = on_a_terminal("modes", "nftables", "--probe")
     assert "MODE         WORKS" in text
     assert "\x1b[32myes" in text
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_plain_text() -> None:
-    text = on_a_terminal("modes", "--probe", TERM="dumb")
+    text = on_a_terminal("modes", "nftables", "--probe", TERM="dumb")
     assert text.startswith("machine\r\n")
     assert "\x1b" not in text
 
@@ -71,13 +71,13 @@ def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_color_is_respected() -> None:
-    text = on_a_terminal("modes", "--probe", NO_COLOR="1")
+    text = on_a_terminal("modes", "nftables", "--probe", NO_COLOR="1")
     assert "MODE         WORKS" in text
     assert "\x1b" not in text
 
 
 def test_without_a_terminal_the_text_is_plain_and_complete() -> None:
-    text = piped("modes", "--probe")
+    text = piped("modes", "nftables", "--probe")
     assert "\x1b" not in text
     assert "  ok       CAP_NET_ADMIN: held" in text.splitlines()
 
