@@ -23,8 +23,8 @@ from tests.switch.witness import Witness
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 4_000
 """New connections for each switch at least, a quarter of them before it and a quarter after it."""
-CONNECTIONS_IN_A_GUEST = 2_000
-"""About as many are opened while one mode replaces another; in a guest that takes most of a minute."""
+CONNECTIONS_IN_A_GUEST = 800
+"""More are opened while one mode replaces another: in a guest that takes most of a minute."""
 HERE = (
     "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
     "userspace", "iptables-legacy", "userspace", "nftables",
