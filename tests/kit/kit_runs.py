@@ -56,7 +56,7 @@ OPTIONS = {
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack. A guest takes minutes for a family: the contract is checked in IPv6."""
 PLAYED = ("nftables", "iptables", "userspace", "ebpf")
-"""Modes that scenarios are played in, too, in IPv6, each in two of them. test_an_installed_example.py plays
+"""Modes that scenarios are played in, too, in IPv6, each in one of them. test_an_installed_example.py plays
 all in IPv4; a whole kproxy plays all in every mode and family: tests/conformance, tests/plugins/ipvs."""
 ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
 """Scenarios that no whole kproxy plays."""
@@ -134,11 +134,16 @@ def to_be_asked(mode: str) -> frozenset[str]:
 
 
 def _played_elsewhere(mode: str) -> frozenset[str]:
-    """Return the scenarios that the other modes of `PLAYED` play in IPv6: every second one."""
+    """Return the scenarios that the other modes of `PLAYED` play in IPv6, in turns."""
     if mode not in PLAYED:
         return frozenset()
-    names = [scenario.name for scenario in find() if scenario.name not in ONLY_HERE]
-    return frozenset(names[PLAYED.index(mode) % 2 :: 2])
+    found = set()
+    for number, scenario in enumerate(each for each in find() if each.name not in ONLY_HERE):
+        fit = [each for each in PLAYED
+               if scenario.name not in NOT_FOR.get(each, ()) and not scenario.not_for(each, "ipv6")]
+        if fit and mode != fit[number % len(fit)]:
+            found.add(scenario.name)
+    return frozenset(found)
 
 
 def results(report: Path) -> Results:
