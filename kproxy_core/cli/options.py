@@ -133,11 +133,11 @@ class FlagGroup(FlagCommand, click.Group):
                 *click.Command.shell_complete(self, context, incomplete)]  # fmt: skip
 
     def own_switches(self, arguments: Sequence[str]) -> set[str]:
-        """Return those of the commands that *arguments* name."""
+        """Return its own, and those of the commands that *arguments* name."""
         context = click.Context(self)
         commands = [self.get_command(context, name) for name in arguments]
-        return {name for command in commands if isinstance(command, FlagCommand)
-                for name in command.own_switches(())}  # fmt: skip
+        return super().own_switches(arguments).union(
+            *(command.own_switches(()) for command in commands if isinstance(command, FlagCommand)))
 
 
 def write_rows(formatter: click.HelpFormatter, title: str, rows: Rows) -> None:

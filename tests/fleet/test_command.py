@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core import __version__
 from kproxy_core.cli.kubectl import COMMANDS
 from tests.core.api_servers import CHECKOUT
 from tests.fleet.canned import STATUS, Canned
@@ -24,6 +25,11 @@ def test_help_is_printed_without_heavy_imports() -> None:
     assert output.startswith("Usage: ")
     *_, modules = output.splitlines()
     assert not {"kubernetes", "msgspec", "rich", "kproxy_core.cli.kubectl.status"} & set(modules.split())
+
+
+def test_it_tells_its_version() -> None:
+    done = subprocess.run([KUBECTL_KPROXY, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"kproxy {__version__}\n"
 
 
 def test_the_page_has_every_command() -> None:
