@@ -8,8 +8,10 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
+from threading import Thread
 
 import pytest
 
@@ -167,6 +169,44 @@ def test_credentials_are_sent(
     config = kubeconfig(server.url, {"certificate-authority": CA}, user)
     assert completes(KubernetesSource(CurrentAccess(None, config), "n"))
     assert tokens(server) == {header}
+
+
+class Issuer(BaseHTTPRequestHandler):
+    """Issues OpenID Connect tokens: says where, and renews any."""
+
+    def do_GET(self) -> None:
+        self._answer({"token_endpoint": f"http://{self.headers['Host']}/token"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer({"access_token": "a", "token_type": "bearer", "id_token": LASTING, "refresh_token": "r"})
+
+    def _answer(self, content: Json) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_expired_token_is_renewed_by_its_issuer(
+    kubeconfig: Kubeconfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OAUTHLIB_INSECURE_TRANSPORT", "1")
+    with HTTPServer(("127.0.0.1", 0), Issuer) as issuer:
+        Thread(target=issuer.serve_forever, daemon=True).start()
+        config = {"id-token": jwt(1), "refresh-token": "r", "client-id": "c", "client-secret": "s",
+                  "idp-issuer-url": f"http://127.0.0.1:{issuer.server_port}"}
+        path = kubeconfig("https://127.0.0.1:1", {}, {"auth-provider": {"name": "oidc", "config": config}})
+        try:
+            assert load_access(None, path).headers == [("Authorization", f"Bearer {LASTING}")]
+        finally:
+            issuer.shutdown()
+    assert LASTING in Path(path).read_text(), "the next start needs it"
 
 
 def test_another_user_is_impersonated(server: ScriptedServer, kubeconfig: Kubeconfig) -> None:
