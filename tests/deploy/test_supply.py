@@ -1,11 +1,21 @@
-"""The image installs what `setup.cfg` asks for, in pinned versions and with hashes."""
+"""The image installs what `setup.cfg` asks for, in pinned versions and with hashes, and lacks nothing."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from configparser import ConfigParser
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
 
+import kubernetes
+import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kproxy_core import __version__
 from tests.deploy.objects import DEPLOY
 
 PINNED = re.compile(r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
@@ -34,8 +44,108 @@ def test_the_tests_that_the_security_page_names_exist() -> None:
         assert not test or f"def {test}(" in (checkout / path).read_text(), word
 
 
+def containerfile() -> str:
+    """Return its text, with one line for each instruction."""
+    return (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
+
+
 def test_the_image_installs_nothing_else() -> None:
-    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
+    text = containerfile()
     first, second = re.findall(r"bin/pip install (.*?)(?: && |\n)", text)
     assert "--require-hashes --only-binary :all: --requirement /src/deploy/requirements.txt" in first
     assert second.split()[-3:] == ["--no-deps", "--no-build-isolation", "/src"]
+
+
+def stages() -> dict[str, tuple[str, list[str]]]:
+    """Return the stages by name, "" for the last: the image each begins with, and its other instructions."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for line in containerfile().splitlines():
+        if line.startswith("FROM "):
+            _, image, *name = line.split()
+            instructions: list[str] = []
+            found[name[-1] if name else ""] = image, instructions
+        elif line and not line.startswith("#"):
+            instructions.append(line)
+    return found
+
+
+def test_only_the_image_for_ebpf_has_bcc_and_none_has_pip() -> None:
+    found = stages()
+    assert found[""] == ("kproxy", [])
+    assert found["ebpf"][0] == "kproxy"
+    for name, (_, instructions) in found.items():
+        assert any("bpfcc" in line for line in instructions) == (name == "ebpf")
+        assert any("python3-venv" in line for line in instructions) == (name == "build")
+    assert found["build"][1][-1].endswith("pip uninstall -qq -y pip setuptools")
+
+
+def test_the_image_says_what_it_is() -> None:
+    label = next(line for line in stages()["kproxy"][1] if line.startswith("LABEL "))
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="(.*?)"', label))
+    assert labels["version"] == __version__
+    assert labels["revision"] == "$COMMIT"
+    assert labels["base.name"] == stages()["kproxy"][0]
+
+
+def left_out() -> list[str]:
+    """Return the modules of installed packages that the image does not have."""
+    text = containerfile()
+    site = Path(kubernetes.__file__).parents[1]
+    removed = re.findall(r"&& rm -r (kubernetes/\S+) +&&", text)
+    (emptied,) = re.findall(r"&& find (kubernetes.*?) -name '\*\.py' ! -name __init__\.py -delete", text)
+    for directory in emptied.split():
+        found = [path for path in (site / directory).glob("*.py") if path.name != "__init__.py"]
+        assert found
+        removed += [str(path.relative_to(site).with_suffix("")) for path in found]
+    names = re.findall(r"pip uninstall -qq -y (.*?) +&&", text)[0].split()
+    uninstalled = set(map(canonicalize_name, names))
+    asked_for = {canonicalize_name(Requirement(line).name) for line in requires("kproxy") or ()}
+    assert not uninstalled & asked_for
+    modules = [
+        module for module, names in packages_distributions().items()
+        if uninstalled & {canonicalize_name(name) for name in names}]
+    assert len(modules) >= len(uninstalled), "a package that is not installed here"
+    return [*(path.replace("/", ".") for path in removed), *modules]
+
+
+WITHOUT = "import sys\nfor name in sys.argv.pop(1).split(','): sys.modules[name] = None\n"
+
+
+@pytest.mark.parametrize("user", [
+    {"token": "t"}, {"username": "me", "password": "pw"},
+    {"auth-provider": {"name": "gcp", "config": {"access-token": "t"}}},
+], ids=lambda user: next(iter(user)))  # fmt: skip
+@pytest.mark.parametrize("proxy", ["", "http://127.0.0.1:9"], ids=["direct", "proxy"])
+def test_credentials_are_loaded_without_what_the_image_leaves_out(
+    tmp_path: Path, user: dict[str, object], proxy: str
+) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump({
+        "clusters": [{"name": "c", "cluster": {"server": "https://192.0.2.1"}}], "current-context": "x",
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": user}],
+    }))
+    program = f"{WITHOUT}from kproxy_core.kube.loader import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, ",".join(left_out()), "", path, ""], capture_output=True, text=True,
+        check=True, env=os.environ | {"HTTPS_PROXY": proxy, "NO_PROXY": "", "no_proxy": ""})  # fmt: skip
+    loaded = json.loads(done.stdout)
+    ((name, value),) = loaded["headers"]
+    assert (name, value.split()[0]) == ("Authorization", "Basic" if "username" in user else "Bearer")
+    assert loaded.get("proxy", "") == proxy
+
+
+def test_kubectl_kproxy_starts_without_what_the_image_leaves_out() -> None:
+    program = f"{WITHOUT}import kproxy_core.fleet.cluster\nfrom kproxy_core.cli.kubectl import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, ",".join(left_out()), "--help"], capture_output=True, text=True,
+        check=True)  # fmt: skip
+    assert "Usage:" in done.stdout
+
+
+def test_tables_are_shown_without_what_the_image_leaves_out() -> None:
+    program = (f"{WITHOUT}import rich.live\nfrom rich.console import Console\nfrom rich.table import Table\n"
+               "Console().print(Table('shown'))")
+    done = subprocess.run(
+        [sys.executable, "-c", program, ",".join(left_out())], capture_output=True, text=True, check=True)
+    assert "shown" in done.stdout
