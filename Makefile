@@ -37,6 +37,7 @@ check: env
 test: env guest
 	@$(MISSING) test
 	@tests/nft_releases/unpack bookworm trixie >/dev/null || true
+	@$(VENV)/bin/python -m tests.deploy.programs
 	@$(VENV)/bin/python -m tests.lanes $(LANE)
 
 lint: env

@@ -1,14 +1,16 @@
-"""The objects under ``deploy/``: as files, and as the chart makes them of its values."""
+"""The objects under ``deploy/``: as files, and as kustomize and Helm make them."""
 
 import json
-import re
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.deploy.programs import program
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "chart"
 
 Object = dict[str, Any]
 
@@ -36,14 +38,31 @@ def base() -> dict[str, Object]:
     return by_kind(objects)
 
 
-def chart(namespace: str = "kube-system", **values: object) -> dict[str, Object]:
-    """Return the chart's objects by kind, with *values* in place of its own of the same name."""
-    defaults = yaml.safe_load((DEPLOY / "chart/values.yaml").read_text())
-    assert values.keys() <= defaults.keys()
-    scope = {"Values": defaults | values, "Release": {"Namespace": namespace}}
-    templates = sorted((DEPLOY / "chart/templates").glob("*.yaml"))
-    texts = [_Template(path.read_text(), scope).render() for path in templates]
-    return by_kind([found for text in texts for found in yaml.safe_load_all(text) if found])
+def chart(values: Object | None = None, namespace: str = "kube-system") -> dict[str, Object]:
+    """Return the objects by kind that Helm makes of the chart, with *values* merged into its own."""
+    done = helm("template", "kproxy", str(CHART), f"--namespace={namespace}", values=values)
+    assert done.returncode == 0, done.stderr
+    return by_kind([found for found in yaml.safe_load_all(done.stdout) if found])
+
+
+def helm(*arguments: str, values: Object | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run Helm with *values* for the chart."""
+    return subprocess.run(
+        [program("helm"), *arguments, "--values=-"], input=json.dumps(values or {}), capture_output=True,
+        text=True, check=False)  # fmt: skip
+
+
+def kustomized(directory: Path) -> dict[str, Object]:
+    """Return the objects by kind that kustomize makes of *directory*; the ConfigMap's name has no hash."""
+    done = subprocess.run(
+        [program("kubectl"), "kustomize", directory], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    objects = by_kind(list(yaml.safe_load_all(done.stdout)))
+    if "ConfigMap" in objects:
+        hashed = objects["ConfigMap"]["metadata"]["name"]
+        text = done.stdout.replace(hashed, hashed.rpartition("-")[0])
+        objects = by_kind(list(yaml.safe_load_all(text)))
+    return objects
 
 
 def containers(daemon_set: Object) -> list[Object]:
@@ -57,57 +76,3 @@ def by_kind(objects: list[Object]) -> dict[str, Object]:
     assert len(found) == len(objects), "two objects of one kind"
     return found
 
-
-class _Template:
-    """As much of Helm's language as the chart uses: values, if, not, default, toYaml, nindent."""
-
-    def __init__(self, text: str, scope: Object) -> None:
-        self._scope = scope
-        parts = re.split(r"\{\{(-?) (.*?) \}\}", text)
-        for at in range(1, len(parts), 3):
-            if parts[at]:
-                parts[at - 1] = parts[at - 1].rstrip()
-        self._texts = parts[::3]
-        self._actions = parts[2::3]
-        assert "{{" not in "".join(self._texts), "an action in a form that the chart does without"
-
-    def render(self) -> str:
-        return "".join(self._rendered())
-
-    def _rendered(self) -> Iterator[str]:
-        shown = [True]
-        for text, action in zip(self._texts, [*self._actions, ""], strict=True):
-            if shown[-1]:
-                yield text
-            if action.startswith("if "):
-                shown.append(shown[-1] and bool(self._value(action.removeprefix("if "))))
-            elif action == "end":
-                shown.pop()
-            elif action and shown[-1]:
-                value = self._value(action)
-                yield value if isinstance(value, str) else json.dumps(value)
-        assert shown == [True], "if without end"
-
-    def _value(self, pipeline: str) -> object:
-        first, *functions = pipeline.split(" | ")
-        value = self._term(first)
-        for function in functions:
-            name, argument = function.split(" ", 1)
-            if name == "default":
-                value = value or json.loads(argument)
-            elif name == "nindent":
-                assert isinstance(value, str)
-                value = "\n" + "\n".join(" " * int(argument) + line for line in value.splitlines())
-            else:
-                raise AssertionError(f"the chart does without {name}")
-        return value
-
-    def _term(self, term: str) -> object:
-        if term.startswith("not "):
-            return not self._term(term.removeprefix("not "))
-        if term.startswith("toYaml "):
-            return yaml.safe_dump(self._term(term.removeprefix("toYaml ")), sort_keys=False).strip()
-        value: Any = self._scope
-        for name in term.removeprefix(".").split("."):
-            value = value[name]
-        return value

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import resolve, written
 from kproxy_core.kube.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from tests.core.golden import golden
-from tests.deploy.objects import DEPLOY, Object, base, chart, containers
+from tests.deploy.objects import DEPLOY, Object, base, chart, containers, kustomized
 
 
 def pod_of(objects: dict[str, Object]) -> Object:
@@ -37,38 +39,13 @@ def test_the_files_deploy_this_version() -> None:
     about = yaml.safe_load((DEPLOY / "chart/Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == __version__
     assert {container["image"] for container in containers(base()["DaemonSet"])} == {f"kproxy:{__version__}"}
-    for page in (DEPLOY / "Containerfile", DEPLOY.parent / "docs/deploy.md"):
-        assert set(re.findall(r"kproxy:(\d[\d.]+)", page.read_text())) == {__version__}
+    for page in ("deploy/Containerfile", "docs/deploy.md"):
+        text = (DEPLOY.parent / page).read_text()
+        assert set(re.findall(r"kproxy:(\d[\d.]+)", text)) == {__version__}
 
 
-def test_the_charts_values_reach_the_objects() -> None:
-    objects = chart(
-        namespace="network", image={"repository": "mirror/kproxy", "tag": "9", "pullPolicy": "Always"},
-        config={"mode": "iptables", "conntrack": {"min": 1}}, apiServer="https://[fd00::1]:6443",
-        extraArgs=["--v=2"], nodeSelector={"proxy": "k"}, tolerations=[{"key": "x"}],
-        capabilities=["NET_ADMIN", "NET_RAW"], resources={"limits": {"memory": "1Gi"}},
-        rollingUpdate={"maxUnavailable": 3},
-    )  # fmt: skip
-    pod = pod_of(objects)
-    for container in containers(objects["DaemonSet"]):
-        assert container["image"] == "mirror/kproxy:9"
-        assert container["args"][-1] == "--v=2"
-    assert pod["nodeSelector"] == {"proxy": "k"}
-    assert pod["tolerations"] == [{"key": "x"}]
-    assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["NET_ADMIN", "NET_RAW"]
-    assert pod["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}}
-    assert objects["DaemonSet"]["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 3}
-    assert objects["ClusterRoleBinding"]["subjects"][0]["namespace"] == "network"
-    data = objects["ConfigMap"]["data"]
-    assert yaml.safe_load(data["config.conf"])["conntrack"] == {"min": 1}
-    kubeconfig = yaml.safe_load(data["kubeconfig.conf"])
-    assert kubeconfig["clusters"][0]["cluster"]["server"] == "https://[fd00::1]:6443"
-
-
-def test_a_config_map_that_is_there_is_used() -> None:
-    objects = chart(existingConfigMap="kube-proxy")
-    assert "ConfigMap" not in objects
-    assert pod_of(objects)["volumes"][0]["configMap"] == {"name": "kube-proxy"}
+def test_kustomize_makes_the_same_objects_of_the_base() -> None:
+    assert kustomized(DEPLOY / "base") == base()
 
 
 def test_the_overlay_for_kubeadm_uses_its_config_map_on_chosen_nodes() -> None:
@@ -79,13 +56,20 @@ def test_the_overlay_for_kubeadm_uses_its_config_map_on_chosen_nodes() -> None:
     assert deleted == ["ConfigMap"]
 
 
-def test_the_component_for_ebpf_adds_what_the_chart_adds() -> None:
-    daemon_set, _ = patched(base()["DaemonSet"], "ebpf")
-    theirs = chart(ebpf=True)["DaemonSet"]
+def test_the_component_for_ebpf_adds_what_the_chart_adds(tmp_path: Path) -> None:
+    places = {name: os.path.relpath(DEPLOY / name, tmp_path.resolve()) for name in ("kubeadm", "ebpf")}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({
+        "resources": [places["kubeadm"]], "components": [places["ebpf"]],
+        "images": [{"name": "kproxy", "newName": "registry.example/kproxy"}]}))
+    theirs = chart({
+        "ebpf": True, "existingConfigMap": "kube-proxy", "nodeSelector": {"service-proxy": "kproxy"},
+        "image": {"repository": "registry.example/kproxy"}})["DaemonSet"]
     for container in containers(theirs):
         del container["imagePullPolicy"]
-    assert theirs == daemon_set
-    assert daemon_set != base()["DaemonSet"]
+        assert container["image"] == f"registry.example/kproxy:{__version__}-ebpf"
+    assert kustomized(tmp_path)["DaemonSet"] == theirs
+    (main,) = theirs["spec"]["template"]["spec"]["containers"]
+    assert main["securityContext"]["capabilities"]["add"] == ["NET_ADMIN", "BPF"]
 
 
 def test_the_component_for_seccomp_names_a_profile_that_exists() -> None:
@@ -93,7 +77,7 @@ def test_the_component_for_seccomp_names_a_profile_that_exists() -> None:
     profile = daemon_set["spec"]["template"]["spec"]["securityContext"]["seccompProfile"]
     assert profile == {"type": "Localhost", "localhostProfile": "kproxy/kproxy.json"}
     assert (DEPLOY / "seccomp" / Path(profile["localhostProfile"]).name).exists()
-    assert pod_of(chart(seccompProfile=profile))["securityContext"]["seccompProfile"] == profile
+    assert pod_of(chart({"seccompProfile": profile}))["securityContext"]["seccompProfile"] == profile
 
 
 def patched(daemon_set: Object, overlay: str) -> tuple[Object, list[str]]:
@@ -169,8 +153,9 @@ def test_files_named_on_the_page_exist() -> None:
     assert "kubectl label node \"$NODE\" service-proxy=kproxy\n" in page
 
 
-@pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])
-def test_pods_have_the_properties_of_a_node_agent(objects: dict[str, Object]) -> None:
+@pytest.mark.parametrize("made", [base, chart])
+def test_pods_have_the_properties_of_a_node_agent(made: Callable[[], dict[str, Object]]) -> None:
+    objects = made()
     pod = pod_of(objects)
     assert pod["hostNetwork"] is True
     assert pod["priorityClassName"] == "system-node-critical"
@@ -185,9 +170,10 @@ def test_pods_have_the_properties_of_a_node_agent(objects: dict[str, Object]) ->
         assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
-@pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])
-def test_the_next_pod_can_start_beside_the_old_one(objects: dict[str, Object]) -> None:
+@pytest.mark.parametrize("made", [base, chart])
+def test_the_next_pod_can_start_beside_the_old_one(made: Callable[[], dict[str, Object]]) -> None:
     """On the host's network a container's ports are ports of the host, and no two pods of a node have one."""
+    objects = made()
     spec = objects["DaemonSet"]["spec"]
     update = spec["updateStrategy"]["rollingUpdate"]
     assert update["maxUnavailable"] == 0, "a DaemonSet may have only one of the two"
