@@ -92,7 +92,7 @@ def test_a_chart_can_be_part_of_another() -> None:
     assert chart({"global": {"registry": "r"}}) == chart()
 
 
-@pytest.mark.parametrize(("page", "count"), [("deploy.md", 4)])
+@pytest.mark.parametrize(("page", "count"), [("deploy.md", 4), ("clusters.md", 4)])
 def test_the_commands_on_the_pages_render(page: str, count: int) -> None:
     commands = re.findall(r"^helm install (.*)$", (DEPLOY.parent / "docs" / page).read_text(), re.MULTILINE)
     assert len(commands) == count

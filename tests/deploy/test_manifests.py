@@ -39,7 +39,7 @@ def test_the_files_deploy_this_version() -> None:
     about = yaml.safe_load((DEPLOY / "chart/Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == __version__
     assert {container["image"] for container in containers(base()["DaemonSet"])} == {f"kproxy:{__version__}"}
-    for page in ("deploy/Containerfile", "docs/deploy.md"):
+    for page in ("deploy/Containerfile", "docs/deploy.md", "docs/clusters.md"):
         text = (DEPLOY.parent / page).read_text()
         assert set(re.findall(r"kproxy:(\d[\d.]+)", text)) == {__version__}
 
