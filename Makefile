@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples
 
-.PHONY: env demo check test lint guest bench soak requirements sbom audit clean packages
+.PHONY: env deb demo check test lint guest bench soak requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -47,6 +47,11 @@ lint: env
 # What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:
 	@$(MISSING) guest || true
+
+# dist/kproxy_VERSION_ARCHITECTURE.deb.
+deb: env
+	@$(MISSING) deb
+	@deploy/deb/build $(VENV)/bin/python dist
 
 # Measures this checkout: `make bench ARGS='--services 10000'` another size, `make bench ARGS=--every` all modes and
 # sizes in one table, `make bench COMPARE=REV` this checkout and the revision REV in turn, with ratios.

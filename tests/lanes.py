@@ -90,6 +90,7 @@ ALL = (
          in_a_guest=True),
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,
+    Lane("install", ("tests/install",)),
     Lane("soak", ("tests/soak",)),
     Lane("core", ("tests/core", "--part=2/2")),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
