@@ -209,7 +209,7 @@ def to_node(message: Any) -> wire.Node:
     return wire.Node(
         wire.NodeMeta(
             meta.name, meta.namespace, meta.resource_version,
-            labels=wire.NodeLabels(meta.labels.get("topology.kubernetes.io/zone")),
+            labels=dict(meta.labels),
             deletion_timestamp=_time(meta.deletion_timestamp)),
         wire.NodeSpec(spec.pod_cidr, spec.pod_cidrs, [wire.Taint(taint.key) for taint in spec.taints]),
         wire.NodeStatus([wire.NodeAddress(entry.type, entry.address) for entry in message.status.addresses]))

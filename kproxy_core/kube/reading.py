@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import chain
@@ -719,15 +719,27 @@ def read_node(obj: wire.Node) -> Reading[NodeSet]:
         name = checked_subdomain(meta.name, "metadata.name")
     except FieldError as refused:
         return Reading(None, None, FieldErrors([refused]).bad("Node", None, meta.name))
+    labels = _labels(meta.labels or {}, found)
     node = NodeObject(
         name,
-        zone=(meta.labels and meta.labels.zone) or "",
+        zone=labels.get("topology.kubernetes.io/zone", ""),
         addresses=_addresses(obj.status, found),
         pod_cidrs=_pod_cidrs(spec, found),
         eligible=not meta.deletion_timestamp
         and all(taint.key != DELETION_TAINT for taint in spec.taints or ()),
+        labels=labels,
     )
     return Reading(("", name), NodeSet(node), found.bad("Node", None, name))
+
+
+def _labels(given: Mapping[str, object], found: FieldErrors) -> dict[str, str]:
+    labels = {}
+    for key, value in given.items():
+        if isinstance(value, str):
+            labels[key] = value
+        elif value is not None:
+            found.add(f"metadata.labels[{shown(key)}]", "is not text")
+    return labels
 
 
 def _pod_cidrs(spec: wire.NodeSpec, found: FieldErrors) -> tuple[Cidr, ...]:

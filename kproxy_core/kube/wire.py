@@ -1,7 +1,8 @@
 """API objects on the wire, with only the fields that a proxy reads.
 
 Types are those that an API server guarantees; `null` equals absent, as in Go. The decoder skips everything
-else. Labels and annotations are structs too, so that only the relevant ones are ever built.
+else. Labels and annotations are structs too, except a Node's labels, so that only the relevant ones are ever
+built.
 """
 
 from typing import Annotated
@@ -154,12 +155,10 @@ class EndpointSlice(Struct, frozen=True, gc=False, rename="camel"):
     ports: list[SlicePort] | None = None
 
 
-class NodeLabels(Struct, frozen=True, gc=False):
-    zone: Text = field(default=None, name="topology.kubernetes.io/zone")
-
-
 class NodeMeta(ObjectMeta, frozen=True, gc=False):
-    labels: NodeLabels | None = None
+    labels: dict[str, object] | None = None
+    """All of them, of the only Node: the configuration says which are relevant. A manifest may have any
+    value; an API server admits only strings."""
     deletion_timestamp: Text = field(default=None, name="deletionTimestamp")
 
 

@@ -1,6 +1,7 @@
 """The properties of the proxy's node that plans depend on."""
 
 import re
+from collections.abc import Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -29,6 +30,7 @@ class NodeObject(Struct, frozen=True):
     pod_cidrs: tuple[Cidr, ...] = ()
     eligible: bool = True
     """Not being deleted and without the cluster autoscaler's deletion taint."""
+    labels: Mapping[str, str] = {}
 
     def address(self, family: Family) -> Address | None:
         return next((a for a in self.addresses if family_of(a) is family), None)

@@ -29,9 +29,16 @@ def test_the_fields_of_a_node() -> None:
         {"type": "InternalIP", "address": "2001:db8::1"},
         {"type": "InternalDNS", "address": "node1.example"},
     ]}
-    assert read(spec, status, labels={"topology.kubernetes.io/zone": "z1", "other": "x"}) == (
+    labels = {"topology.kubernetes.io/zone": "z1", "other": "x"}
+    assert read(spec, status, labels=labels) == (
         NodeObject("node1", "z1", addresses("192.0.2.1 2001:db8::1 203.0.113.1"),
-                   cidrs("10.1.0.0/24 fd00:1::/64")), [])
+                   cidrs("10.1.0.0/24 fd00:1::/64"), labels=labels), [])
+
+
+def test_labels_that_are_not_text_are_told_and_left_out() -> None:
+    node, bad = read(labels={"topology.kubernetes.io/zone": 1, "gpu": True, "none": None, "other": "x"})
+    assert node == NodeObject("node1", labels={"other": "x"})
+    assert bad == ["metadata.labels[topology.kubernetes.io/zone]", "metadata.labels[gpu]"]
 
 
 def test_the_old_field_for_one_pod_network() -> None:
