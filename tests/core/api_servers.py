@@ -72,19 +72,28 @@ class BenchServer:
 
         Raises OSError.
         """
+        self._call("POST", action, json.dumps(body))
+
+    def events(self) -> list[Json]:
+        """Return the events that clients have reported. Raises OSError."""
+        found: list[Json] = json.loads(self._call("GET", "events"))["events"]
+        return found
+
+    def _call(self, method: str, action: str, body: str | None = None) -> bytes:
         with self._control_lock:
             try:
                 if self._control is None or self._control.sock is None:
                     self._control = HTTPConnection("127.0.0.1", self.port, timeout=10)
                     if self._node is not None:
                         self._node.inside(self._control.connect)
-                self._control.request("POST", f"/bench/{action}", json.dumps(body))
+                self._control.request(method, f"/bench/{action}", body)
                 response = self._control.getresponse()
                 answer = response.read()
             except BaseException:
                 self._hang_up()
                 raise
         assert response.status == 200, answer
+        return answer
 
     def _hang_up(self) -> None:
         if self._control is not None:

@@ -7,7 +7,7 @@ measurements.
        /apis/networking.k8s.io/v1/networkpolicies (in JSON only)
                                                  LIST and WATCH (also below /namespaces/NS/, and with a name)
   GET  /api/v1/namespaces/NS/pods/POD/exec       a websocket, if the server knows how to run commands
-  POST any .../events                            accepted and forgotten
+  POST any .../events                            accepted; see /bench/events
 
 They are answered in protobuf where the Accept header names it first, else in JSON; without managed fields
 where the first type has ``drop=metadata.managedFields`` (KEP-5958).
@@ -17,6 +17,7 @@ labelSelector and fieldSelector. WATCH knows resourceVersion, timeoutSeconds, bo
 that is too old, and sendInitialEvents (without `watch_list` it answers 422, as an old server does).
 
   GET  /bench/info       counts, resourceVersion, the number of open watches
+  GET  /bench/events     {"events": [..]}: the last ones that clients reported in JSON
   POST /bench/apply      body = one object: create or replace it
   POST /bench/delete     {"resource": "services", "namespace": .., "name": ..}
   POST /bench/set        {"ops": [OP, ...]}            see `Store.change_endpoints`
@@ -34,6 +35,7 @@ import sys
 import threading
 import time
 import urllib.parse
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -56,6 +58,7 @@ from kproxy_conformance.apiserver.store import (
 _TRUE = ("1", "true")
 _POLLED = 0.05
 """Seconds between two looks at whether it must stop."""
+_MOST_EVENTS = 1000
 _BLOCK = 262_144
 """Bytes of initial events in one chunk."""
 
@@ -86,6 +89,7 @@ class Server(ThreadingHTTPServer):
         """The verb, resource and namespace ("": none) of every request that was allowed."""
         self.stalled = ""
         """See `stall`."""
+        self.events: deque[Json] = deque(maxlen=_MOST_EVENTS)
 
     @property
     def port(self) -> int:
@@ -190,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
                 counts = {r.plural: len(r.items) for r in self._store.resources.values()}
                 versions = {"resourceVersion": self._store.version, "watches": self._store.watches}
             return self._answer(200, versions | counts)
+        if url.path == "/bench/events":
+            return self._answer(200, {"events": list(self.server.events)})
         if url.path == "/bench/churn":
             churn = self.server.churn
             times = list(churn.times) if churn else []
@@ -345,6 +351,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "/events" in path:
             accepted = {"kind": "Event", "apiVersion": "events.k8s.io/v1", "metadata": {"name": "accepted"}}
             is_json = "json" in (self.headers.get("Content-Type") or "")
+            if is_json:
+                self.server.events.append(json.loads(data))
             return self._answer(201, data if is_json else accepted)
         if not path.startswith("/bench/"):
             raise ApiError(405, "MethodNotAllowed", "this server is read-only")
