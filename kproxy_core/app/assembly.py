@@ -39,6 +39,7 @@ from kproxy_core.config.settings import BindAddress, Config, effective, effectiv
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.values import Fallback
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process, programs
 from kproxy_core.linux.addresses import AddressWatch
@@ -46,9 +47,10 @@ from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import Source
 from kproxy_core.model.service import ServiceName
-from kproxy_core.modes.choice import ChosenMode, choose
+from kproxy_core.modes.choice import ChosenMode, choose, conclude
+from kproxy_core.modes.desired import DesiredMode, NodeLabel
 from kproxy_core.modes.followed_file import FollowedFile
-from kproxy_core.modes.journal import Journal
+from kproxy_core.modes.journal import Journal, Reason
 from kproxy_core.modes.retirement import RetiringModes
 from kproxy_core.modes.settings import (
     Configuration,
@@ -289,9 +291,7 @@ class _Proxy:
         self._events.report_node("Normal", "Starting")
         self._about = make_about(config, configuration.flags)
         if fallback is not None:
-            self._metrics.set_fallback(fallback.wanted, fallback.serving)
-            self._events.report_node("Warning", "ModeFallback", str(fallback))
-            self._about.fallback = fallback
+            self._fell_back(fallback)
         self._limits = preparation.limits(config)
         self._privileged = "CAP_NET_ADMIN" in process.held()
         if not self._privileged:
@@ -314,7 +314,12 @@ class _Proxy:
             registry, self._settings_of, config.mode, preparation.return_freed_memory)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            mode_settings=self._mode_settings, mode_changed=self._mode_changed)
+            mode_settings=self._mode_settings, mode_changed=self._mode_changed,
+            reason=entry.reason if (entry := journal.read()) is not None else Reason.CONFIGURATION)
+        self._desired = DesiredMode(
+            self._switch, self._events, self._health, key=config.kproxy.mode_from_node_label,
+            modes=registry.modes, conclude=partial(conclude, configuration, registry, families),
+            fell_back=self._fell_back)
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [
             *self._switch.instance.measure(), self._retiring.measure(), self._relays.measure(),
@@ -359,6 +364,8 @@ class _Proxy:
                 self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
                 ConnectionResets(self._families, self._connections_reset), self._endpoint_health,
             ]
+        if key := self._config.kproxy.mode_from_node_label:
+            observers.append(NodeLabel(key, lambda label: self._desired.set_label(label)))
         observers.append(preparation.FreedMemory())
         return observers
 
@@ -409,8 +416,9 @@ class _Proxy:
         parts.callback(self._events.close)
         self._source.start(self._loop.emit)
         parts.callback(self._source.stop)
-        followed = FollowedFile(self._configuration, self._switch, self._events, self._need_restart)
+        followed = FollowedFile(self._configuration, self._switch, self._desired, self._need_restart)
         parts.callback(followed.close)
+        parts.callback(self._desired.close)
         parts.callback(self._takeover.stop)
         control = ControlServer(self._answer)
         parts.callback(control.stop)
@@ -426,9 +434,11 @@ class _Proxy:
         try:
             match request:
                 case Switch(mode=mode):
-                    self._switch.switch_to(mode, report_progress)
-                    return {"mode": self._switch.instance.mode, "configured": self._switch.configured}
-                case Compare():
+                    self._desired.switch_by_hand(mode, report_progress)
+                    return {"mode": self._switch.instance.mode, "configured": self._switch.configured,
+                            "label": self._desired.named_by}
+                case Compare(mode=mode):
+                    self._desired.permit(mode)
                     return self._answers().compare(request)
                 case Explain():
                     return self._answers().explain(request)
@@ -508,12 +518,18 @@ class _Proxy:
         else:
             self._health.release()
         self._events.start()
+        self._desired.start()
         self._heartbeat.set_ready()
 
     def _status(self) -> str:
         """Return this process's state in one line, for systemd."""
         problems = "; ".join(self._health.problems())
         return f"mode {self._about.mode}: {problems or f'{len(self._store.services)} Services'}"
+
+    def _fell_back(self, fallback: Fallback) -> None:
+        self._metrics.set_fallback(fallback.wanted, fallback.serving)
+        self._events.report_node("Warning", "ModeFallback", str(fallback))
+        self._about.fallback = fallback
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         if self._traffic is not None:

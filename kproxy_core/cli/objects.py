@@ -63,7 +63,7 @@ def read_objects(
     gc.disable()  # the objects are needed until the command ends
     config, registry, configuration = prepare(flags)
     if not config.mode:
-        config = configuration.of(conclude(configuration, registry, served_families()))
+        config = configuration.of(conclude(configuration, registry, served_families()).mode)
     families = families or served_families()
     logs.set_up(0, "text")
     instance = registry.make_backend(config.mode, serving_settings(config, registry, families))

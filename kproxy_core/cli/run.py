@@ -112,7 +112,8 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
     configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
     registry = Registry(plugins=config.kproxy.plugins)
-    mode = Journal(config.kproxy.state_directory).starting_mode(config.mode, registry.modes) or config.mode
+    mode = Journal(config.kproxy.state_directory).starting_mode(
+        config.mode, registry.modes, by_label=bool(config.kproxy.mode_from_node_label)) or config.mode
     if mode != config.mode:
         config = configuration.of(mode)
     if mode:

@@ -44,7 +44,7 @@ def switch(mode: str, *, as_json: bool) -> None:
     done = send_request(Switch(mode=mode), _step_printer(as_json))
     if as_json:
         click.echo(json.dumps(done))
-    elif done["configured"] != mode:
+    elif done["configured"] != mode and not done.get("label"):
         named = f"mode {done['configured']!r}" if done["configured"] else "no mode"
         show(f"the configuration has {named}: set {mode!r} to keep it after a reboot")
 

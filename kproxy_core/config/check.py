@@ -104,6 +104,13 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
 _DEFAULT = KubeProxyConfiguration()
 
 
+_LABEL_KEY = re.compile(r"(?:(?=[^/]{1,253}/)[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+                        r"(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*/)?"
+                        r"(?=.{1,63}\Z)[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?", re.ASCII)
+"""A DNS subdomain and a slash, which may be missing, then a name (Kubernetes 1.36,
+apimachinery/pkg/api/validate/content/kube.go)."""
+
+
 _NOT_NEGATIVE = "must not be negative"
 _POSITIVE = "must be greater than 0"
 _WITHIN_A_MARK = "must be within 0 to 31"
@@ -111,6 +118,8 @@ _WITHIN_A_MARK = "must be within 0 to 31"
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("mode", re.compile(r"[a-z0-9-]*", re.ASCII).fullmatch, "must be lower case letters, digits and dashes"),
     ("kproxy.modeFallback", ("auto", "never").__contains__, "must be auto or never"),
+    ("kproxy.modeFromNodeLabel", lambda key: not key or _LABEL_KEY.fullmatch(key),
+     "must be the key of a label, such as kproxy.dev/mode"),
     ("kproxy.ownTables", ("auto", "never").__contains__, "must be auto or never"),
     ("kproxy.trafficMetrics", (False, "off", "service", "endpoint").__contains__,
      "must be off, service or endpoint"),

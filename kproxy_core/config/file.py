@@ -152,6 +152,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Follow a changed `mode` in this file without a restart."""
     switch_modes: tuple[str, ...] = ()
     """Modes besides `mode` for which ``--init-only`` sets sysctls and loads modules."""
+    mode_from_node_label: str = ""
+    """Key of the label with which this Node names the mode to serve in; "": none."""
     plugins: tuple[str, ...] = ()
     """Plugins to load, by name or module, and ``no:NAME`` for those to block. The last entry for a plugin
     counts."""

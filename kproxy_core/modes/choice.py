@@ -83,22 +83,32 @@ def primary(config: Config) -> Family:
     return family_of(config.bind_address) if any(config.bind_address) else Family.IPV4
 
 
-def conclude(configuration: Configuration, registry: Registry, families: tuple[Family, ...]) -> str:
-    """Return the mode that `choose` would take without a wanted one, concluded without starting any.
+class Conclusion(NamedTuple):
+    mode: str
+    fallback: Fallback | None
 
-    Raises ConfigError or InvalidOption, or Unsupported if no mode is usable.
+
+def conclude(
+    configuration: Configuration, registry: Registry, families: tuple[Family, ...], wanted: str = ""
+) -> Conclusion:
+    """Return the mode that `choose` would take, concluded without starting any.
+
+    Raises ConfigError or InvalidOption, UnknownMode or PluginRefused, or Unsupported if no mode is usable.
     """
+    if wanted and "CAP_NET_ADMIN" not in process.held():
+        return Conclusion(wanted, None)
+    fall_back = configuration.of(wanted).kproxy.mode_fallback == "auto"
     problems: dict[str, str] = {}
-    for mode in candidates(registry, "", fall_back=False):
+    for mode in candidates(registry, wanted, fall_back=fall_back):
         try:
             detection = registry.detect(mode, serving_settings(configuration.of(mode), registry, families))
         except Unsupported as error:
             problems[mode] = str(error)
             continue
-        if detection.usable:
-            return mode
+        if not detection.refuted if wanted else detection.usable:
+            return Conclusion(mode, Fallback(wanted, mode, problems[wanted]) if problems and wanted else None)
         problems[mode] = detection.because
-    raise Unsupported(_nothing_works(registry, "", problems))
+    raise Unsupported(_nothing_works(registry, wanted, problems))
 
 
 def candidates(registry: Registry, wanted: str, *, fall_back: bool) -> Iterator[str]:

@@ -30,12 +30,25 @@ class Phase(enum.Enum):
     """The new mode serves. The next start finishes the switch."""
 
 
+class Reason(enum.Enum):
+    """The reason for which a mode serves."""
+
+    CONFIGURATION = "configuration"
+    """A start with this configuration chooses it."""
+    SWITCH = "switch"
+    """It was switched to, or stayed when another one that was configured failed."""
+    LABEL = "label"
+    """The Node's label names it."""
+
+
 class Entry(Struct, frozen=True):
     configured: str
     """The mode in the configuration at that time; "": none."""
     before: str
     after: str
     phase: Phase
+    reason: Reason = Reason.SWITCH
+    """That of `serving`."""
 
     @property
     def serving(self) -> str:
@@ -94,14 +107,17 @@ class Journal:
             return ""
         return "" if entry.before == serving else entry.before
 
-    def starting_mode(self, configured: str, modes: Collection[str]) -> str:
+    def starting_mode(self, configured: str, modes: Collection[str], *, by_label: bool = False) -> str:
         """Return the mode of *modes* to start in instead of the *configured* one; "": the configured one.
 
         This finishes or rolls back an unfinished switch, because a start removes what other modes left. An
-        entry for another configuration does not count.
+        entry for another configuration does not count: one with another mode, or, without *by_label*, one
+        that let a label of the Node name the mode.
         """
         entry = self.read()
         if entry is None or entry.configured != configured or entry.serving not in modes:
+            return ""
+        if entry.reason is Reason.LABEL and not by_label:
             return ""
         return "" if entry.serving == configured else entry.serving
 

@@ -9,11 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 
 from msgspec import Struct
 
+from kproxy_core.config.file import ConfigError
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, SyncFailed, Unsupported
 from kproxy_core.contract.registry import Registry
@@ -21,7 +23,7 @@ from kproxy_core.contract.values import BackendSettings, Caveat, Leftovers, Scop
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Protocol, format_address, format_socket
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
+from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase, Reason
 from kproxy_core.modes.retirement import RetiringModes, report
 from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.plan.service_plan import ServicePlan
@@ -215,9 +217,10 @@ class ModeSwitch:
     def __init__(
         self, loop: Loop, registry: Registry, retiring: RetiringModes, journal: Journal, *,
         instance: BackendInstance, configured: str, mode_settings: Callable[[str], ModeSettings],
-        mode_changed: Callable[[BackendInstance], None], pause: float = _PAUSE,
+        mode_changed: Callable[[BackendInstance], None], reason: Reason = Reason.CONFIGURATION,
+        pause: float = _PAUSE,
     ) -> None:
-        """*instance* serves already. *configured* is the configuration's mode, "" for none.
+        """*instance* serves already, for *reason*. *configured* is the configuration's mode, "" for none.
 
         *mode_settings* raises what a wrong configuration raises. *mode_changed* is called after each switch.
         *pause*: seconds between two attempts to sync.
@@ -231,9 +234,11 @@ class ModeSwitch:
         """The mode in the configuration; "": none."""
         self._mode_settings = mode_settings
         self._mode_changed = mode_changed
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()
         self.instance = instance
         """The backend that serves."""
+        self.reason = reason
+        """The reason for which it does."""
         self.before = journal.mode_before(configured, instance.mode)
         """The mode that served before the last switch, also if an earlier process made that.
 
@@ -252,28 +257,38 @@ class ModeSwitch:
             tuple(caveat for caveat in before if caveat not in after),
         )
 
-    def switch_to(self, mode: str, report_progress: ReportProgress, *, configured: str | None = None) -> None:
+    @contextmanager
+    def alone(self, *, wait: bool = False) -> Iterator[None]:
+        """Have only this thread switch modes. Raises SwitchFailed if another one does, unless *wait*."""
+        if not self._busy.acquire(blocking=wait):
+            raise SwitchFailed("another switch is in progress")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def switch_to(
+        self, mode: str, report_progress: ReportProgress, *, reason: Reason = Reason.SWITCH,
+        configured: str | None = None,
+    ) -> None:
         """Switch to *mode*. *configured* is the configuration's new mode, if that has changed.
 
         Raises SwitchFailed if the old mode still serves.
         """
-        if not self._busy.acquire(blocking=False):
-            raise SwitchFailed("another switch is in progress")
-        try:
-            if configured is not None:
+        with self.alone(), _failures():
+            if configured is not None and configured != self.configured:
                 self.configured = configured
-            with _failures():
-                if mode == self.instance.mode:
-                    report_progress(f"{mode} already serves")
-                elif not self._loop.settled:
-                    raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
-                else:
-                    self._switch(mode, report_progress)
-                if configured is not None:
-                    self.before = ""
-                self._settle(mode)
-        finally:
-            self._busy.release()
+                if self.reason is Reason.CONFIGURATION:
+                    self.reason = Reason.SWITCH
+            if mode == self.instance.mode:
+                report_progress(f"{mode} already serves")
+            elif not self._loop.settled:
+                raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
+            else:
+                self._switch(mode, report_progress, reason)
+            if reason is Reason.CONFIGURATION:
+                self.before = ""
+            self._settle(mode, reason)
 
     def prove(self) -> None:
         """Prove that the serving mode's rules are in the kernel and work. Raises SwitchFailed."""
@@ -287,7 +302,7 @@ class ModeSwitch:
                 self._loop.call(
                     lambda: self._loop.serve_with(instance, settings.node, settings.pacing, Scope.CHANGED))
 
-    def _switch(self, mode: str, report_progress: ReportProgress) -> None:
+    def _switch(self, mode: str, report_progress: ReportProgress, reason: Reason) -> None:
         settings, old = self._mode_settings(mode), self.instance
         try:
             new = self._loop.call(partial(start_backend, self._registry, mode, settings.backend))
@@ -295,7 +310,7 @@ class ModeSwitch:
             raise SwitchFailed(_does_not_work(mode, str(error))) from error
         report_progress(f"{mode} works here")
         try:
-            self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
+            self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING, self.reason))
         except JournalFailed:
             new.close()
             raise
@@ -304,7 +319,7 @@ class ModeSwitch:
         log.info("switching modes", extra={"fields": {"before": old.mode, "after": mode}})
         try:
             self._try_out(new, settings.node, report_progress)
-            self._journal.write(Entry(self.configured, old.mode, mode, Phase.SERVING))
+            self._journal.write(Entry(self.configured, old.mode, mode, Phase.SERVING, reason))
         except Exception as error:
             report_progress(f"rolling back: {error}")
             self._roll_back(new)
@@ -359,15 +374,16 @@ class ModeSwitch:
             new.close()
             return
         self._retiring.retire(new.mode, new)
-        self._settle(old.mode)
+        self._settle(old.mode, self.reason)
         log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
-    def _settle(self, mode: str) -> None:
-        """Delete the journal's entry only if *mode*, the configured one, serves and none did before."""
-        if mode == self.configured and not self.before:
+    def _settle(self, mode: str, reason: Reason) -> None:
+        """Delete the journal's entry only if a start chooses *mode*, which serves, and none served before."""
+        self.reason = reason
+        if (mode == self.configured or reason is Reason.CONFIGURATION) and not self.before:
             self._journal.clear()
         else:
-            self._journal.write(Entry(self.configured, self.before or mode, mode, Phase.SERVING))
+            self._journal.write(Entry(self.configured, self.before or mode, mode, Phase.SERVING, reason))
 
     def _caveats(self, mode: str) -> list[Caveat]:
         settings = self._mode_settings(mode)
@@ -410,8 +426,10 @@ def _failures() -> Iterator[None]:
         yield
     except SwitchFailed:
         raise
-    except (BackendError, JournalFailed, ProofFailed) as error:
+    except (BackendError, ConfigError, JournalFailed, ProofFailed) as error:
         raise SwitchFailed(str(error)) from error
+    except CancelledError as error:
+        raise SwitchFailed("kproxy is stopping") from error
     except Exception as error:
         log.exception("mode switch failed unexpectedly")
         raise SwitchFailed(repr(error)) from error

@@ -64,12 +64,15 @@ class ProxyHealth(SyncObserver):
         self._lock = threading.RLock()
         self._states = {family: _FamilyState() for family in families}
         self._held = ""
-        self._others: dict[tuple[Family, str], str] = {}
+        self._others: dict[tuple[Family | None, str], str] = {}
         self._was_well = False
         self._since_ns = wall_ns()
 
-    def report(self, what: str, family: Family, problem: str) -> None:
-        """Show the *problem* of something else than the syncs; "": it is over. The proxy is healthy."""
+    def report(self, what: str, family: Family | None, problem: str) -> None:
+        """Show the *problem* of something else than the syncs; "": it is over. The proxy is healthy.
+
+        *family* None: it concerns no family more than the other.
+        """
         with self._lock:
             self._others.pop((family, what), None)
             if problem:
@@ -155,7 +158,8 @@ class ProxyHealth(SyncObserver):
             problems = [f"{family.label}: {problem}" for family, state in self._states.items()
                         if (problem := self._problem(state, now))]
             problems += [
-                f"{family.label}: {what}: {problem}" for (family, what), problem in self._others.items()]
+                f"{family.label}: {what}: {problem}" if family else f"{what}: {problem}"
+                for (family, what), problem in self._others.items()]
             return [*problems, self._held] if self._held else problems
 
     def _note(self) -> None:

@@ -298,7 +298,12 @@ class Proxy:
 
     @property
     def healthy(self) -> bool:
-        return self._get(10256, "/healthz")[0] == 200
+        return self.health[0] == 200
+
+    @property
+    def health(self) -> tuple[int, str]:
+        """Status and body of /healthz."""
+        return self._get(10256, "/healthz")
 
     @property
     def mode(self) -> str:
@@ -365,9 +370,13 @@ class Room:
 
     @contextmanager
     def proxy(
-        self, mode: str, options: Mapping[str, object] = {}, *, environment: Mapping[str, str] = {}
+        self, mode: str, options: Mapping[str, object] = {}, *, environment: Mapping[str, str] = {},
+        api_server: str = "",
     ) -> Iterator[Proxy]:
-        """Start a kproxy, and wait until it is ready and other modes' leftovers are removed."""
+        """Start a kproxy, and wait until it is ready and other modes' leftovers are removed.
+
+        *api_server*: the URL of one that has the objects; "": they are read from files.
+        """
         config = self.directory / "config.conf"
         backends: dict[str, object] = {"userspace": {"udpIdleTimeout": UDP_IDLE_TIMEOUT}}
         if self._cgroup is not None:
@@ -385,8 +394,8 @@ class Room:
         path = self.directory / f"kproxy-{self._starts}.log"
         with path.open("wb") as log:
             process = subprocess.Popen([
-                *self._on_node(), KPROXY, "--config", str(config), "--manifests", str(self.manifests),
-                "--hostname-override", "here",
+                *self._on_node(), KPROXY, "--config", str(config), "--hostname-override", "here",
+                *(["--master", api_server] if api_server else ["--manifests", str(self.manifests)]),
             ], stderr=log, env={**os.environ, **environment})  # fmt: skip
         proxy = Proxy(self.node, process, path)
         try:

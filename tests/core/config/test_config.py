@@ -190,6 +190,13 @@ def test_bind_addresses(own: str, healthz: str, metrics: str, wanted: tuple[tupl
         assert (config.healthz_bind_address, config.metrics_bind_address) == tuple(bind(*w) for w in wanted)
 
 
+@pytest.mark.parametrize("key", [
+    "", "kproxy.dev/mode", "mode", "example.com/Proxy_Mode.v1", "x." * 126 + "x/" + "y" * 63,
+])
+def test_the_key_of_the_label_that_names_the_mode(key: str) -> None:
+    assert from_file(f"kproxy: {{modeFromNodeLabel: '{key}'}}\n").kproxy.mode_from_node_label == key
+
+
 @pytest.mark.parametrize(("section", "wanted"), [
     ("{}", ("keep", "off", 0)),
     ("{removedEndpoints: reset, endpointHealth: passive, lastResort: 30s}", ("reset", "passive", 30)),
@@ -444,6 +451,12 @@ CIDR = "must be a CIDR, primary, localhost or all"
         ("hostnameOverride: '  '", "hostnameOverride: '  ': must not be blank"),
         ("kproxy: {removedEndpoints: drop}", "kproxy.removedEndpoints: 'drop': must be keep or reset"),
         ("kproxy: {endpointHealth: on}", "kproxy.endpointHealth: True: must be off or passive"),
+        *(
+            (f"kproxy: {{modeFromNodeLabel: {key!r}}}",
+             f"kproxy.modeFromNodeLabel: {key!r}: must be the key of a label, such as kproxy.dev/mode")
+            for key in ("/mode", "kproxy.dev/", "kproxy.dev/a/b", "Kproxy.dev/mode", "kproxy..dev/mode",
+                        "-mode", "mode=ipvs", "a mode", "x" * 64, "x." * 127 + "/mode")
+        ),
         *(
             (f"kproxy: {{lastResort: {text}}}",
              f"kproxy.lastResort: {value!r}: must be off, or a duration from 1s to 1h0m0s")

@@ -64,7 +64,7 @@ def test_a_mode_that_is_kept_out_is_not_listed_chosen_or_loaded(here: Path) -> N
     registry = Registry(plugins=["no:one"])
     assert "one" not in registry.modes
     assert "one" not in {description.mode for description in registry.load_all()}
-    assert conclude(Configuration(Flags({}), None), registry, SETTINGS.families) == "two"
+    assert conclude(Configuration(Flags({}), None), registry, SETTINGS.families).mode == "two"
     with pytest.raises(UnknownMode, match=r"mode 'one' is blocked by -p no:one; others: .*two"):
         registry.make_backend("one", SETTINGS)
 

@@ -13,9 +13,10 @@ from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import PluginFailed, SyncFailed, Unsupported
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.contract.registry import PluginRefused, Registry, UnknownMode
-from kproxy_core.contract.values import BackendSettings, SyncReport
+from kproxy_core.contract.values import BackendSettings, Fallback, SyncReport
+from kproxy_core.linux import process
 from kproxy_core.model.address import Family
-from kproxy_core.modes.choice import conclude
+from kproxy_core.modes.choice import Conclusion, conclude
 from kproxy_core.modes.settings import Configuration
 from tests.core.installed_plugins import install, on_path
 
@@ -208,7 +209,7 @@ def test_only_the_plugin_chosen_prepares_and_it_may_have_nothing_to_prepare(put:
 
 
 def concluded(registry: Registry) -> str:
-    return conclude(Configuration(Flags({}), None), registry, SETTINGS.families)
+    return conclude(Configuration(Flags({}), None), registry, SETTINGS.families).mode
 
 
 def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put: Install) -> None:
@@ -228,6 +229,18 @@ def test_if_no_mode_works_every_reason_is_given(put: Install) -> None:
         concluded(registry)
     assert "low: a kernel: one. get one" in str(found.value)
     assert "plugin 'broken' of some 1.0" in str(found.value)
+
+
+@pytest.mark.parametrize(("privileged", "mode"), [(True, "low"), (False, "high")])
+def test_a_wanted_mode_that_does_not_work_is_replaced_by_its_fallback(
+    put: Install, monkeypatch: pytest.MonkeyPatch, privileged: bool, mode: str
+) -> None:
+    high = plugin("high", usable=False).replace('summary="a test"', 'summary="a test", fallback="low"')
+    put("some", low=plugin("low"), high=high)
+    monkeypatch.setattr(process, "held", lambda: frozenset({"CAP_NET_ADMIN"} if privileged else ()))
+    found = conclude(Configuration(Flags({}), None), Registry(), SETTINGS.families, "high")
+    fallback = Fallback("high", "low", "a kernel: one. get one") if privileged else None
+    assert found == Conclusion(mode, fallback)
 
 
 def test_an_observer_wraps_the_work_and_a_broken_one_is_left_out(put: Install, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
+from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase, Reason
 
 ENTRY = Entry("a", "a", "b", Phase.SERVING)
 MODES = ("iptables", "ipvs", "nftables")
@@ -51,6 +51,25 @@ def test_the_mode_before_is_known_while_the_other_serves(
     assert journal.mode_before("iptables", serving) == before
     journal.clear_unless_switched_to("iptables")
     assert journal.read() == (entry if kept else None)
+
+
+@pytest.mark.parametrize(("reason", "by_label", "mode"), [
+    (Reason.LABEL, True, "nftables"), (Reason.LABEL, False, ""), (Reason.SWITCH, False, "nftables"),
+])
+def test_a_mode_named_by_a_label_is_for_a_configuration_that_follows_labels(
+    tmp_path: Path, reason: Reason, by_label: bool, mode: str
+) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write(Entry("iptables", "iptables", "nftables", Phase.SERVING, reason))
+    assert journal.starting_mode("iptables", MODES, by_label=by_label) == mode
+
+
+def test_an_entry_of_an_earlier_release_is_of_a_switch(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write(ENTRY)
+    (written,) = tmp_path.iterdir()
+    written.write_text('{"configured":"a","before":"a","after":"b","phase":"serving"}')
+    assert journal.read() == ENTRY
 
 
 @pytest.mark.parametrize("content", [

@@ -100,7 +100,7 @@ def test_a_mode_in_the_file_that_does_not_work_leaves_the_one_that_does(
     with running(node, file.option) as proxy:
         proxy.await_health()
         file.write("no-such-mode")
-        proxy.await_log("could not switch to the mode in the configuration file mode=no-such-mode")
+        proxy.await_log("could not switch to the mode in the configuration mode=no-such-mode")
         file.write("iptables")
         await_mode(proxy, "iptables")
         assert proxy.end()[0] == 0

@@ -13,7 +13,7 @@ from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import BackendSettings, Caveat
 from kproxy_core.model.events import ServiceSet
-from kproxy_core.modes.journal import Entry, Phase
+from kproxy_core.modes.journal import Entry, Phase, Reason
 from kproxy_core.modes.switch import SwitchFailed
 from kproxy_core.sync.node_facts import NodeSettings
 from tests.core.modes.switch_room import DNS, SELF, V4, Room, names
@@ -82,7 +82,7 @@ def test_the_new_mode_is_asked_for_another_sync_when_it_was_damaged(room: Room) 
 
 def test_the_journal_is_deleted_once_the_configuration_says_what_serves(room: Room) -> None:
     room.to("new")
-    room.switch.switch_to("old", room.told.append, configured="old")
+    room.switch.switch_to("old", room.told.append, reason=Reason.CONFIGURATION, configured="old")
     assert room.journal.read() is None
     assert names(room.old) == {"web"}
     assert names(room.new) == set()
@@ -101,7 +101,7 @@ def test_the_mode_that_served_before_is_remembered(room: Room) -> None:
         room.to("new")
     assert room.switch.before == "new"
     assert room.journal.mode_before("old", "old") == "new", "the next process knows it, too"
-    room.switch.switch_to("old", room.told.append, configured="old")
+    room.switch.switch_to("old", room.told.append, reason=Reason.CONFIGURATION, configured="old")
     assert room.switch.before == "", "the configuration decides"
 
 
@@ -272,7 +272,7 @@ def test_if_the_old_mode_can_not_be_restored_nothing_is_removed(room: Room) -> N
         room.to("new")
     assert "clean up new" not in room.story
     assert names(room.new) == {"web"}
-    assert room.journal.read() == Entry("old", "old", "new", Phase.TRYING)
+    assert room.journal.read() == Entry("old", "old", "new", Phase.TRYING, Reason.CONFIGURATION)
 
 
 def test_only_one_switch_at_a_time(room: Room) -> None:
