@@ -165,7 +165,8 @@ class Fleet:
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
             "mode": mode, "clusterCIDR": "10.128.0.0/16", "conntrack": {"maxPerCore": 0},
             "clientConnection": {"kubeconfig": self.kubeconfig},
-            "kproxy": {"stateDirectory": str(self._directory / f"state-{node}"), "trafficMetrics": "service"},
+            "kproxy": {"stateDirectory": str(self._directory / f"state-{node}"), "trafficMetrics": "service",
+                       "modeFromNodeLabel": "kproxy.dev/mode"},
         }))  # fmt: skip
         command = [KPROXY, f"--config={config}", f"--hostname-override={node}"]
         with started(self.nodes[node], ["ip", "netns", "exec", self.nodes[node].name, *command]) as proxy:
