@@ -22,7 +22,7 @@ $(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile kproxy_co
 	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	    --config-settings editable_mode=compat --editable '.[test]' \
+	    --config-settings editable_mode=compat --editable '.[all,test]' \
 	    --editable ./conformance
 	@touch $@
 
@@ -73,7 +73,7 @@ $(SUPPLY)/.ready: Makefile
 	@touch $@
 
 requirements: $(SUPPLY)/.ready
-	$(SUPPLY)/bin/uv pip compile setup.cfg --quiet --generate-hashes --python-version 3.11 \
+	$(SUPPLY)/bin/uv pip compile pyproject.toml --extra all --quiet --generate-hashes --python-version 3.11 \
 	    --python-platform linux --no-emit-index-url --custom-compile-command 'make requirements' \
 	    --output-file deploy/requirements.txt
 

@@ -9,13 +9,12 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kproxy_core.app.assembly import make_source, make_store
-from kproxy_core.cli.run import prepare
+from kproxy_core.cli.run import begin_access, prepare
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings
-from kproxy_core.kube.access import CurrentAccess
 from kproxy_core.kube.store import Store
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.model.address import Address, Family
@@ -96,8 +95,7 @@ def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
         raise StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
-    access = CurrentAccess(config.master, config.client.kubeconfig)
-    source = make_source(config, node_name, access, lambda _: None)
+    source = make_source(config, node_name, begin_access(config), lambda _: None)
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()
     try:

@@ -32,7 +32,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
         config, registry, configuration = prepare(flags)
         logs.set_up(config.verbosity, config.logging_format)
         logs.log_uncaught()
-        access = _begin_access(config)
+        access = begin_access(config)
         from kproxy_core.app import assembly
         from kproxy_core.modes.standby import await_turn
 
@@ -48,7 +48,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
                 standing_by=lambda text: manager.send(f"STATUS={text}"))
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
-                access = _begin_access(config)
+                access = begin_access(config)
             try:
                 assembly.run(config, registry, configuration, access, manager)
             finally:
@@ -59,7 +59,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
         sys.exit(1)
 
 
-def _begin_access(config: Config) -> CurrentAccess:
+def begin_access(config: Config) -> CurrentAccess:
     """Return the access to the API server. A child process loads it while this one imports the rest.
 
     Raises StartFailed.

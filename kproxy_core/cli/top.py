@@ -18,6 +18,7 @@ from kproxy_core.app.requests import MOST_SERVICE_PORTS, Top, parse_texts
 from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import is_terminal
+from kproxy_core.linux import packages
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -190,6 +191,8 @@ def command(only_once: bool, sort: str, search: str, count: int, interval: float
 
     The running proxy counts connections if its configuration has kproxy.trafficMetrics: service or endpoint.
     """
+    if output != "json" and (problem := packages.lacking("top", "rich")):
+        raise click.ClickException(f"kproxy top {problem}; --output=json needs no other package")
     with cli_errors():
         if only_once or output == "json" or not is_terminal():
             once(sort, search, count, as_json=output == "json")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import kproxy_core
+from kproxy_core.linux import packages
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Directory with the token and the CA that the kubelet mounts into a pod."""
@@ -180,7 +181,10 @@ class AccessLoad:
             self._server = "--master"
             self._master = _checked_url(self._server, master)
         self._load: Load | None = None
-        if kubeconfig or not master or names_a_proxy():
+        needs_load = bool(kubeconfig) or not master or names_a_proxy()
+        if problem := packages.lacking("api", *["kubernetes"] * needs_load, "urllib3"):
+            raise AccessError(f"{self._option.partition(':')[0]} {problem}")
+        if needs_load:
             try:
                 self._load = Load(self._master, kubeconfig or "", service_account)
             except OSError as error:

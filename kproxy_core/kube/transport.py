@@ -13,7 +13,6 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from urllib3.util import SKIP_HEADER, make_headers
 
 import kproxy_core
 from kproxy_core.kube.access import Access
+from kproxy_core.linux import packages
 
 JSON = "application/json"
 PROTOBUF = "application/vnd.kubernetes.protobuf"
@@ -77,18 +77,11 @@ def accept_header(configured: str) -> str | None:
     None: it names neither JSON nor protobuf, or only protobuf and its package is not installed.
     """
     for name in configured.split(","):
-        if is_protobuf(name) and _can_read_protobuf():
+        if is_protobuf(name) and packages.is_installed("protobuf"):
             return PROTOBUF_OR_JSON
         if _media_type(name) == JSON:
             return JSON
     return None
-
-
-def _can_read_protobuf() -> bool:
-    try:
-        return find_spec("google.protobuf") is not None
-    except ImportError:
-        return False
 
 
 def without_managed_fields(accept: str) -> str:

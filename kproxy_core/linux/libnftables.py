@@ -6,14 +6,12 @@ libnftables crashes (SIGSEGV) at sets that a newer release made, which any progr
 import json
 import re
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from kproxy_core.linux import programs
+from kproxy_core.linux import packages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables_child import NO_BINDING
 from kproxy_core.linux.nftables import TableName, all_tables
@@ -25,7 +23,6 @@ NftOption = Literal["handle_output", "stateless_output", "terse_output"]
 """nft's options ``-a``, ``-s`` and ``-t``."""
 
 _CHILD: Final = Path(__file__).with_name("libnftables_child.py")
-_OF_THE_DISTRIBUTION: Final = "/usr/bin/python3"
 _PACKAGE: Final = "python3-nftables"
 _NAME: Final = re.compile(r"[A-Za-z_.][\w/.-]*", re.ASCII)
 """Names that nft can read; the kernel takes any."""
@@ -184,7 +181,8 @@ def _run(commands: Sequence[str], settings: Sequence[str], stdin: str = "") -> t
         if done.returncode != NO_BINDING:
             break
     else:
-        raise NoBinding(f"the Python binding of libnftables is missing; {_remedy()}")
+        remedy = packages.remedy(_PACKAGE, _PACKAGE)
+        raise NoBinding(f"the Python binding of libnftables is missing; {remedy}")
     answers = [_Answer(*json.loads(line)) for line in done.stdout.splitlines() if line.endswith("]")]
     if done.returncode and done.returncode not in _CRASHES:
         raise programs.ProgramUnfinished(f"libnftables: {programs.failure(done)}")
@@ -192,17 +190,8 @@ def _run(commands: Sequence[str], settings: Sequence[str], stdin: str = "") -> t
 
 
 def interpreters() -> list[str]:
-    """Return the interpreters that may have the binding: this one if it has, and the distribution's."""
-    found = find_spec("nftables")
-    own = [sys.executable] if found is not None and found.origin else []
-    return [*own, *([_OF_THE_DISTRIBUTION] if Path(_OF_THE_DISTRIBUTION).exists() else [])]
-
-
-def _remedy() -> str:
-    for manager in ("apt-get", "dnf"):
-        if programs.find(manager):
-            return f"as root: {manager} install {_PACKAGE}"
-    return f"install {_PACKAGE}"
+    """Return the interpreters that may have the binding."""
+    return packages.interpreters("nftables")
 
 
 def _first_line(text: str) -> str:

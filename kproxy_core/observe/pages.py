@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kproxy_core.contract.values import Fallback
+from kproxy_core.linux import packages
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.logs import stacks
 from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
@@ -119,6 +120,8 @@ class Debug:
         from kproxy_core.observe import profiling  # loaded for the first profile
 
         as_text = dict(request.options).get("debug", "") not in ("", "0")
+        if not as_text and (problem := packages.lacking("api", "protobuf")):
+            return Answer(501, f"pprof's format {problem}; ?debug=1 does without\n".encode())
 
         def make(seconds: float, abandoned: threading.Event) -> Answer:
             profile = profiling.sample(seconds, abandoned)

@@ -17,7 +17,7 @@ from kproxy_core.model.address import Family, Protocol, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.maps import namespace_cookie
-from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
+from kproxy_ebpf.kernel.programs import Compilation, bcc_remedy, compiler
 from kproxy_ebpf.settings import Settings, read_settings
 from kproxy_ebpf.wanted import only_node_clients, wanted
 
@@ -78,12 +78,11 @@ def _compiler() -> Requirement:
         compilation = Compilation(start=False)
         if compilation.is_cached:
             return Requirement(what, True, "cached")
-        met = has_compiler()
+        if compiler() is not None:
+            return Requirement(what, True, "bcc compiles them")
     except (HostError, OSError) as error:
-        return Requirement(what, False, str(error), BCC_REMEDY)
-    return Requirement(
-        what, met, "bcc compiles them" if met else "bcc is not installed", "" if met else BCC_REMEDY
-    )
+        return Requirement(what, False, str(error), bcc_remedy())
+    return Requirement(what, False, "bcc is not installed", bcc_remedy())
 
 
 def _attach(options: Settings) -> Requirement:

@@ -7,7 +7,7 @@ from itertools import product
 
 from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, sorted_plans
-from kproxy_core.linux import programs
+from kproxy_core.linux import packages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, kernel_version
 from kproxy_core.linux.trial import FeatureProbe, problem_of, sysctl_finding
@@ -46,6 +46,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         requirements.check_privileges(variant),
         _ipset(modules, load_modules=load_modules),
         installed,
+        _package(),
         sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
     ]
     has_programs = all(finding.met for finding in found[1:3])
@@ -83,6 +84,12 @@ def _rules(tables: Tables, attempts: FeatureProbe) -> Iterator[Requirement]:
         requirements.MASQUERADE, requirements.REJECT,
     )  # fmt: skip
     return requirements.try_rules(tables, attempts, features, ("filter", "mangle"))
+
+
+def _package() -> Requirement:
+    met = packages.is_installed("pyroute2")
+    found, remedy = ("installed", "") if met else ("not installed", packages.installing("ipvs"))
+    return Requirement("Python package pyroute2", met, found, remedy)
 
 
 def _ipset(modules: Modules, *, load_modules: bool) -> Requirement:

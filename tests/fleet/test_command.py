@@ -78,4 +78,4 @@ def test_a_missing_package_is_named(canned: Canned, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "kproxy_core.fleet.cluster", raising=False)
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     assert str(canned.kubectl("status").exception) == (
-        "the Python package 'kubernetes' is missing: `pip install 'kproxy[all]'` has it")
+        f"kubectl kproxy needs the package kubernetes: pip install 'kproxy[api]=={__version__}'")

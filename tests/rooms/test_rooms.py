@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from configparser import ConfigParser
 from importlib.metadata import entry_points
 
 import pytest
@@ -23,7 +22,9 @@ from tests.rooms.modules import (
     modules_of_tests,
 )
 
+KPROXY = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 KIT = tomllib.loads((CHECKOUT / "conformance" / "pyproject.toml").read_text())["project"]
+EXTRAS = KPROXY["optional-dependencies"]
 
 Rule = Callable[[Module], Iterator[str]]
 
@@ -91,25 +92,45 @@ def test_rooms_may_import_only_packages_that_they_use() -> None:
 
 
 def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
-    settings = ConfigParser()
-    settings.read(CHECKOUT / "setup.cfg")
     used = set().union(
         *(packages for room, packages in rules.THIRD_PARTY.items() if room != "kit"),
         *rules.THIRD_PARTY_OF_PLUGINS.values())
-    assert _modules(settings["options"]["install_requires"].split("\n")) == used - rules.FROM_THE_DISTRIBUTION
+    declared = KPROXY["dependencies"] + EXTRAS["api"] + EXTRAS["ipvs"] + EXTRAS["top"]
+    assert _modules(declared) == used - rules.FROM_THE_DISTRIBUTION
+    assert EXTRAS["all"] == ["kproxy[api,ipvs,top]"]
     assert _modules(KIT["dependencies"]) == {"kproxy", *rules.THIRD_PARTY["kit"]}
 
 
 def _modules(requirements: Iterable[str]) -> set[str]:
-    """Return the modules that *requirements* install, each a line or an empty one."""
-    names = [re.match(r"[\w-]+", line) for line in requirements]
-    return {rules.IMPORTED_AS.get(name[0], name[0]) for name in names if name}
+    """Return the modules that *requirements* install."""
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in requirements]
+    return {rules.IMPORTED_AS.get(name, name) for name in names}
+
+
+def test_modules_that_need_an_extra_are_few() -> None:
+    """The rest of the program works without, so that a missing one is named and ends nothing else."""
+    modules = [
+        module.name for module in [*modules_of_core(), *modules_of_plugins()] if module.room != "fleet"]
+    program = f"""
+import importlib, sys
+sys.modules |= dict.fromkeys({sorted(_modules(EXTRAS["api"] + EXTRAS["ipvs"] + EXTRAS["top"]))!r})
+for name in {modules!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print(name)
+"""
+    needing = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(needing.stdout.split()) == {
+        "kproxy_core.kube.protobuf", "kproxy_core.kube.reflector", "kproxy_core.kube.requests",
+        "kproxy_core.kube.transport", "kproxy_core.observe.event_writer",
+    }  # fmt: skip
 
 
 def test_the_kit_is_of_the_same_version() -> None:
     assert KIT["version"] == __version__
     assert f"kproxy == {__version__}" in KIT["dependencies"]
-    assert f"kproxy-conformance == {__version__}" in (CHECKOUT / "setup.cfg").read_text()
+    assert EXTRAS["conformance"] == [f"kproxy-conformance == {__version__}"]
 
 
 def test_the_page_of_dependencies_names_each() -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kproxy_core.linux import packages
+
 if TYPE_CHECKING:
     from kproxy_core.fleet.cluster import Cluster
 
@@ -58,20 +60,16 @@ def _with_options(
 
 
 def _cluster(kubeconfig: str, context: str, namespace: str, selector: str) -> "Cluster":
-    with needed_packages():
-        from kproxy_core.fleet.cluster import Cluster
+    require("api", "kubernetes", "urllib3", "websocket-client")
+    from kproxy_core.fleet.cluster import Cluster
 
     return Cluster(kubeconfig, context, namespace, selector)
 
 
-@contextmanager
-def needed_packages() -> Iterator[None]:
-    """Name a package that is not installed, and what installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the Python package {error.name!r} is missing: `pip install 'kproxy[all]'` has it") from error
+def require(extra: str, *names: str) -> None:
+    """Raise ClickException if one of these packages, which *extra* has, is not installed."""
+    if problem := packages.lacking(extra, *names):
+        raise click.ClickException(f"kubectl kproxy {problem}")
 
 
 @contextmanager
@@ -79,8 +77,7 @@ def fleet_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with needed_packages():
-            from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
+        from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
 
         if isinstance(error, (Forbidden, NoCluster, Unreached)):
             raise click.ClickException(str(error)) from error

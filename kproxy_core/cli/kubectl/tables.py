@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from kproxy_core.cli.kubectl.options import needed_packages
+from kproxy_core.cli.kubectl.options import require
 from kproxy_core.cli.terminal import is_terminal
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def progress_bar(what: str) -> "Iterator[Callable[[int, int], None]]":
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    with needed_packages():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    require("top", "rich")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("nodes")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -107,10 +107,10 @@ def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
         for line in aligned([headers, *(row.cells for row in rows)]):
             click.echo(line)
         return
-    with needed_packages():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    require("top", "rich")
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for header in headers:

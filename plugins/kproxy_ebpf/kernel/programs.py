@@ -12,22 +12,20 @@ import sys
 import time
 from contextlib import suppress
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kproxy_core.linux import packages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
 from kproxy_ebpf.names import KINDS, MAPS, OBJECT_PREFIX
 
 CACHE = "/run/kproxy"
 _SCRIPT = str(Path(__file__).with_name("compile.py"))
-_DISTRIBUTION_PYTHON = "/usr/bin/python3"
 _TIMEOUT = 60.0
 """Timeout in seconds for one compilation, which takes 0.5 s on a node and 17 s on an emulated kernel."""
-BCC_REMEDY = "install the BPF Compiler Collection for Python (Debian: apt-get install python3-bpfcc)"
 
 
 class StillCompiling(HostError):
@@ -69,7 +67,7 @@ class Compilation:
     ) -> None:
         """Start the compiler, *script*, unless *cache* has the result, or only look.
 
-        It is ended after *timeout* seconds. Raises HostError if it cannot be started.
+        It is ended after *timeout* seconds. Raises HostError if it cannot be started, or bcc is missing.
         """
         self._timeout = timeout
         source = files("kproxy_bpf")
@@ -81,9 +79,11 @@ class Compilation:
         """Time at which the compiler is killed (monotonic seconds), counted from the first `result`."""
         self._compiled = self._read()
         if start and self._compiled is None:
+            if (python := compiler()) is None:
+                raise HostError(f"the BPF programs cannot be compiled: bcc is not installed; {bcc_remedy()}")
             try:
                 self._process = subprocess.Popen(
-                    [_interpreter(), "-B", script, str(source / "services.c"), str(source),
+                    [python, "-I", "-B", script, str(source / "services.c"), str(source),
                      ",".join(KINDS), ",".join(MAPS)],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
@@ -150,18 +150,17 @@ class Compilation:
         scratch.rename(self._cached)
 
 
-def has_compiler() -> bool:
-    """Return whether bcc can be imported by this interpreter or the distribution's."""
-    if find_spec("bcc") is not None:
-        return True
-    look = "import importlib.util as u; raise SystemExit(u.find_spec('bcc') is None)"
-    done = subprocess.run(
-        [_DISTRIBUTION_PYTHON, "-c", look], stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT,
-        check=False,
-    )  # fmt: skip
-    return done.returncode == 0
+def compiler() -> str | None:
+    """Return the Python that has bcc: this one, or the distribution's. None: bcc is not installed.
+
+    Raises HostError.
+    """
+    look = "from importlib.util import find_spec; raise SystemExit(find_spec('bcc') is None)"
+    return next(
+        (python for python in packages.interpreters("bcc")
+         if python == sys.executable or not programs.run(python, "-I", "-c", look).returncode),
+        None)
 
 
-def _interpreter() -> str:
-    """Return the distribution's Python, which has bcc."""
-    return sys.executable if find_spec("bcc") is not None else _DISTRIBUTION_PYTHON
+def bcc_remedy() -> str:
+    return packages.remedy("python3-bpfcc", "python3-bcc")

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 
+from kproxy_core.linux import packages
 from kproxy_core.linux.addresses import (
     IFA_ADDRESS,
     IFA_LOCAL,
@@ -61,6 +62,8 @@ def ensure() -> bool:
     """Create the device unless it exists. Return True if it was created. Raises HostError."""
     if exists():
         return False
+    if problem := packages.lacking("ipvs", "pyroute2"):
+        raise HostError(f"the ipvs mode {problem}")
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 

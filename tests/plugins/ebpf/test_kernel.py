@@ -532,7 +532,7 @@ def test_a_machine_without_bcc_is_told_what_to_install(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kproxy_ebpf.detect.Compilation", partial(Compilation, str(tmp_path)))
-    monkeypatch.setattr("kproxy_ebpf.detect.has_compiler", lambda: False)
+    monkeypatch.setattr("kproxy_core.linux.packages.interpreters", lambda binding: [])
     assert [problem for problem in lacking(settings) if "python3-bpfcc" in problem]
 
 
