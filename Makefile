@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples
 
-.PHONY: env deb demo check test lint guest bench soak requirements sbom audit clean packages
+.PHONY: env deb demo check test lint guest bench soak dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -62,6 +62,17 @@ bench: env
 MINUTES ?= 20
 soak: env
 	@$(VENV)/bin/python -B -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# The sdist and the wheel, and the wheel of the kit. The bytes follow from the commit and the versions of setuptools.
+BUILD = $(VENV)/bin/python -c 'import sys; from setuptools import build_meta; \
+    getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])'
+
+dist: env
+	@mkdir -p build
+	@{ umask 022 && $(BUILD) sdist dist && $(BUILD) wheel dist && cd conformance && \
+	    SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) ../$(BUILD) wheel ../dist && rm -r build; \
+	} >build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
+	@ls dist/kproxy*.whl dist/kproxy*.tar.gz
 
 # What the image installs, with hashes; a list of it for others; and what is known against it. audit asks the
 # Python package index.

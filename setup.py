@@ -1,11 +1,38 @@
-"""Records the commit in wheels and sdists that are built from a checkout. Everything else is in setup.cfg."""
+"""Makes builds reproducible, and records the commit in what is built from a checkout.
 
+Metadata is in pyproject.toml, the list of packages in setup.cfg.
+"""
+
+import gzip
+import os
 import runpy
+import shutil
+import subprocess
+import tarfile
+import time
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # before setuptools 70.1
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:  # not asked for a wheel yet
+        bdist_wheel = None
+
+
+def time_of_sources() -> int:
+    """Return the seconds since the epoch at the commit; in an unpacked sdist too, else now."""
+    if Path(".git").exists() and shutil.which("git"):
+        git = ["git", "--git-dir=.git", "log", "-1", "--format=%ct"]
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return int(done.stdout)
+    return int(Path("PKG-INFO").stat().st_mtime if Path("PKG-INFO").exists() else time.time())
 
 
 def record(directory: str) -> None:
@@ -15,17 +42,61 @@ def record(directory: str) -> None:
         Path(directory, "kproxy_core", "COMMIT").write_text(f"{commit}\n", encoding="ascii")
 
 
+def reset_modes(directory: str) -> None:
+    """Remove what umask and checkout made of the modes of the files in *directory*."""
+    for path in Path(directory).rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def reset(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Remove what differs from one checkout to the next from an entry of an sdist."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = "root"
+    entry.mtime = int(os.environ["SOURCE_DATE_EPOCH"])
+    entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+    return entry
+
+
 class Build(build_py):
+    """Packs what exists now, with the commit."""
+
     def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)  # modules that are deleted by now
         super().run()
         if not self.editable_mode:
             record(self.build_lib)
+            reset_modes(self.build_lib)
 
 
 class SourceDistribution(sdist):
+    """Packs the same files as the same bytes, with the commit."""
+
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
         record(base_dir)
 
+    def make_archive(self, base_name: str, *_: object, base_dir: str, **__: object) -> str:
+        """Write a .tar.gz, whatever the format: no package index takes another one."""
+        path = f"{base_name}.tar.gz"
+        with (open(path, "wb") as file,
+              gzip.GzipFile("", "wb", fileobj=file, mtime=int(os.environ["SOURCE_DATE_EPOCH"])) as compressed,
+              tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive):
+            archive.add(base_dir, filter=reset)  # in the order of names
+        return path
 
-setup(cmdclass={"build_py": Build, "sdist": SourceDistribution})
+
+COMMANDS = {"build_py": Build, "sdist": SourceDistribution}
+
+if bdist_wheel is not None:
+    class Wheel(bdist_wheel):
+        """Packs metadata and licence with the same modes, too."""
+
+        def write_wheelfile(self, wheelfile_base: str, *arguments: object, **options: object) -> None:
+            super().write_wheelfile(wheelfile_base, *arguments, **options)  # the last before they are packed
+            reset_modes(wheelfile_base)
+
+    COMMANDS["bdist_wheel"] = Wheel
+
+os.environ.setdefault("SOURCE_DATE_EPOCH", str(time_of_sources()))
+setup(cmdclass=COMMANDS)

@@ -1,26 +1,29 @@
-"""Wheels and sdists that are built from a checkout hold its commit, and every file of the packages."""
+"""Wheels and sdists from a checkout: what they hold, and that everybody builds the same bytes."""
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from kproxy_core import __version__
+
 CHECKOUT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-PACKAGES = ("kproxy_core", "plugins", "bpf")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
-def build(kind: str, sources: Path) -> Path:
-    """Build a ``wheel`` or an ``sdist`` from *sources*, and return its path."""
+def build(kind: str, sources: Path, *under: str) -> Path:
+    """Build a ``wheel`` or an ``sdist`` from *sources*, and return its path. *under*: a command in front."""
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, f"build_{kind}", "dist"], cwd=sources, capture_output=True, text=True,
-        check=False,
+        [*under, sys.executable, "-c", BUILD, f"build_{kind}", "dist"], cwd=sources, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return sources / "dist" / done.stdout.splitlines()[-1]
@@ -46,24 +49,69 @@ def checkout(directory: Path) -> Path:
     return directory
 
 
-def test_packages_of_a_checkout_hold_its_commit_and_all_files(tmp_path: Path) -> None:
-    sources = checkout(tmp_path)
-    (sources / ".git").mkdir()
-    (sources / ".git" / "HEAD").write_text(f"{COMMIT}\n")
-    files = {
-        str(path.relative_to(root.parent if root.name == "kproxy_core" else root))
-        for root in (sources / name for name in PACKAGES)
-        for path in root.rglob("*") if path.is_file() and path.suffix != ".md"
-    }  # fmt: skip
-    sdist = build("sdist", sources)
-    subprocess.run(["tar", "-xf", sdist, "-C", tmp_path], check=True)
-    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    assert (unpacked / "kproxy_core" / "COMMIT").read_text().strip() == COMMIT[:12]
+def tracked() -> list[str]:
+    """Return the files of this checkout, by their paths."""
+    asked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(asked, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    return [path for path in listed.splitlines() if (CHECKOUT / path).is_file()]
+
+
+def committed(directory: Path, mode: int) -> str:
+    """Make a repository of a copy of this checkout, with files of this *mode*. Return its commit."""
+    for path in tracked():
+        to = directory / path
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(CHECKOUT / path, to)
+        to.chmod(mode | (CHECKOUT / path).stat().st_mode & 0o100)
+    settings = {
+        f"GIT_{who}_{what}": "2026-01-02T03:04:05Z" if what == "DATE" else "nobody"
+        for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL", "DATE")}
+    environment = {**os.environ, **settings, "GIT_CONFIG_GLOBAL": os.devnull}
+    for command in ("init --quiet", "add --all", "commit --quiet --message=All", "rev-parse HEAD"):
+        done = subprocess.run(["git", *command.split()], cwd=directory, env=environment, capture_output=True,
+                              text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_packages_hold_all_files_and_the_commit_and_are_the_same_from_every_checkout(tmp_path: Path) -> None:
+    sources, other = tmp_path / "sources", tmp_path / "another" / "place"
+    commit = committed(sources, 0o644)
+    assert committed(other, 0o600) == commit
+    sdist, wheel = (build(kind, sources) for kind in ("sdist", "wheel"))
+    later = ("env", "TZ=Asia/Tokyo", "sh", "-c", 'umask 077; exec "$@"', "sh")
+    for built in (sdist, wheel):
+        again = build("sdist" if built is sdist else "wheel", other, *later)
+        assert (again.name, again.read_bytes()) == (built.name, built.read_bytes())
     assert not (sources / "kproxy_core" / "COMMIT").exists()
-    for of in (sources, unpacked):
-        with zipfile.ZipFile(build("wheel", of)) as archive:
-            assert archive.read("kproxy_core/COMMIT").decode().strip() == COMMIT[:12]
-            assert files - set(archive.namelist()) == set()
+
+    subprocess.run(["tar", "-xf", sdist, "-C", tmp_path], check=True)
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+        assert {entry.mtime for entry in archive} == {1767323045}  # the commit's
+    assert set(tracked()) - held <= {".ci/run", ".gitignore"}
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert build("wheel", unpacked).read_bytes() == wheel.read_bytes()
+
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("kproxy_core/COMMIT").decode().strip() == commit[:12]
+        names = set(archive.namelist())
+    roots = {"kproxy_core": sources, "plugins": sources / "plugins", "bpf": sources / "bpf"}
+    packed = {
+        str((sources / path).relative_to(roots[path.partition("/")[0]]))
+        for path in tracked() if path.partition("/")[0] in roots and not path.endswith(".md")
+    }  # fmt: skip
+    assert packed - names == set()
+    assert {name.partition("/")[0] for name in names} == {
+        *(path.partition("/")[0] for path in packed), f"kproxy-{__version__}.dist-info"}
+
+
+def test_a_module_that_was_deleted_is_not_packed_again(tmp_path: Path) -> None:
+    sources = checkout(tmp_path)
+    stale = sources / "build" / "lib" / "kproxy_core" / "stale.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    with zipfile.ZipFile(build("wheel", sources)) as archive:
+        assert "kproxy_core/stale.py" not in archive.namelist()
 
 
 def test_the_wheel_of_the_kit_holds_all_its_files(tmp_path: Path) -> None:

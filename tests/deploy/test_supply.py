@@ -1,4 +1,4 @@
-"""The image installs what `pyproject.toml` asks for with all extras, pinned with hashes, and lacks nothing."""
+"""The image installs what `pyproject.toml` asks for, with all extras and with hashes, and lacks nothing."""
 
 import json
 import os
