@@ -1,0 +1,157 @@
+"""kproxy installed from its wheel, without extras: it serves, and names what is missing for the rest.
+
+In virtual environments of this machine's Python, of Debian 13's, and of one that is not Debian's.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kproxy_core import __version__
+from tests.core.namespaces import Namespace, namespace, own_network
+from tests.core.processes import PATIENCE, started
+from tests.deploy.test_packages import build, checkout
+from tests.install.places import BINDING, ELSEWHERE, Place, on_debian, on_this_machine
+
+__all__ = ["own_network"]
+
+pytestmark = pytest.mark.usefixtures("own_network")
+
+Where = Callable[[Path, Path], AbstractContextManager[Place]]
+
+PLACES: dict[str, Where] = {
+    "machine": on_this_machine,
+    "debian-13": partial(on_debian, own_python=True),
+    "debian-13-other-python": partial(on_debian, own_python=False),
+}
+WEB = """
+apiVersion: kproxy.dev/v1
+kind: Forward
+name: web
+listen: ["10.96.0.10:80"]
+to: ["10.1.1.11:8080"]
+"""
+CONFIG = """
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+conntrack: {maxPerCore: 0, min: 0}
+"""
+SERVER = """
+import socket
+server = socket.create_server(("10.1.1.11", 8080))
+print("ready", flush=True)
+while True:
+    server.accept()[0].sendall(b"hello from the pod")
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", checkout(tmp_path_factory.mktemp("sources")))
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(
+    request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
+    with PLACES[request.param](built, tmp_path_factory.mktemp(request.param) / "place") as made:
+        yield made
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+def missing(mode: str, place: Place) -> dict[str, str]:
+    """Return the remedies of what *mode* lacks, by requirement."""
+    report = json.loads(place.kproxy("modes", mode, "--probe", "--output=json").stdout)
+    (found,) = report["modes"]
+    assert found["usable"] == all(one["met"] for one in found["requirements"])
+    return {one["what"]: one["remedy"] for one in found["requirements"] if not one["met"]}
+
+
+def test_the_version_is_that_of_the_checkout(place: Place) -> None:
+    done = place.kproxy("--version")
+    assert done.stdout.startswith(f"kproxy {__version__}"), done.stderr
+
+
+def test_the_modes_that_need_nothing_else_work(place: Place) -> None:
+    assert missing("nftables", place) == {}
+    assert missing("userspace", place) == {}
+
+
+def test_a_packet_is_answered(place: Place, node: Namespace, tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests" / "web.yaml").write_text(WEB)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    manifests, config = place.put(tmp_path / "manifests"), place.put(tmp_path / "config.yaml")
+    command = [f"{place.programs}/kproxy", "--mode=nftables", "--hostname-override=node1",
+               f"--manifests={manifests}", f"--config={config}"]
+    with namespace() as pod:
+        node.add_veth("pod", pod, "eth0")
+        node.add_address("10.1.1.1/24", "pod")
+        node.add_route("0.0.0.0/0", via="10.1.1.11")
+        pod.add_address("10.1.1.11/24", "eth0")
+        with (subprocess.Popen(["ip", "netns", "exec", pod.name, sys.executable, "-c", SERVER],
+                               stdout=subprocess.PIPE) as server,
+              started(node, ["ip", "netns", "exec", node.name, *place.command(*command)]) as proxy):
+            try:
+                assert server.stdout is not None
+                assert server.stdout.readline() == b"ready\n"
+                proxy.await_health()
+                assert node.inside(lambda: answer("10.96.0.10", 80)) == "hello from the pod"
+            finally:
+                server.kill()
+
+
+def answer(host: str, port: int) -> str:
+    with socket.create_connection((host, port), PATIENCE) as client:
+        return client.makefile().read()
+
+
+@pytest.mark.parametrize(("program", "arguments", "said"), [
+    ("kproxy", ["--kubeconfig=/etc/kubeconfig"],
+     "--kubeconfig needs the packages kubernetes and urllib3: {api}"),
+    ("kproxy", ["--master=http://127.0.0.1:1"], "--master needs the package urllib3: {api}"),
+    ("kproxy", ["explain", "10.96.0.10:80", "--kubeconfig=/etc/kubeconfig"],
+     "--kubeconfig needs the packages kubernetes and urllib3: {api}"),
+    ("kproxy", ["top"], "kproxy top needs the package rich: {top}; --output=json needs no other package"),
+    ("kubectl-kproxy", ["status"],
+     "kubectl kproxy needs the packages kubernetes, urllib3 and websocket-client: {api}"),
+], ids=["kubeconfig", "master", "explain", "top", "kubectl"])
+def test_a_missing_extra_is_named_with_its_command(
+    place: Place, program: str, arguments: list[str], said: str
+) -> None:
+    done = place.run(f"{place.programs}/{program}", *arguments)
+    commands = {extra: f"pip install 'kproxy[{extra}]=={__version__}'" for extra in ("api", "top")}
+    assert (done.returncode, done.stderr) == (1, f"Error: {said.format(**commands)}\n")
+
+
+def test_a_missing_extra_of_a_mode_is_a_requirement_of_it(place: Place) -> None:
+    remedy = f"pip install 'kproxy[ipvs]=={__version__}'"
+    assert missing("ipvs", place)["Python package pyroute2"] == remedy
+
+
+def test_a_missing_binding_is_named_with_its_package(place: Place, tmp_path: Path) -> None:
+    """That of the distribution's Python serves any other one, too."""
+    (tmp_path / "none").mkdir()
+    check = ["render", "--mode=nftables", "--check", "--hostname-override=node1",
+             f"--manifests={place.put(tmp_path / 'none')}"]
+    if place.system is not None:
+        done = place.kproxy(*check)
+        assert done.returncode == 1
+        assert "as root: apt-get install python3-nftables" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert missing("ebpf", place)["compiled BPF programs"] == "as root: apt-get install python3-bpfcc"
+        assert place.run("mv", ELSEWHERE, BINDING).returncode == 0
+    done = place.kproxy(*check)
+    assert "the IPv4 rules of mode nftables are accepted" in done.stdout, done.stderr
