@@ -16,9 +16,10 @@ import pytest
 
 from kproxy_core import __version__
 from tests.core.namespaces import Namespace, namespace, own_network
-from tests.core.processes import PATIENCE, started
+from tests.core.processes import started
 from tests.deploy.test_packages import build, checkout
 from tests.install.places import BINDING, ELSEWHERE, Place, on_debian, on_this_machine
+from tests.patience import PATIENCE
 
 __all__ = ["own_network"]
 
