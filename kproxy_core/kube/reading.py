@@ -344,7 +344,7 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
     texts, path = spec.cluster_ips, "spec.clusterIPs[{}]"
     if not texts:
         texts, path = [spec.cluster_ip], "spec.clusterIP"
-    first = texts[0] if spec.cluster_ip is None else spec.cluster_ip
+    first = spec.cluster_ip or texts[0]  # "" is absent, as in protobuf
     if not first or first == "None":
         return ()
     if first != texts[0]:

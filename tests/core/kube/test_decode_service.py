@@ -101,6 +101,7 @@ def test_services_that_this_proxy_does_not_serve(spec: object, meta: Json) -> No
     ({"clusterIP": "010.096.000.001"}, "10.96.0.1"),
     ({"clusterIP": "::ffff:10.96.0.1"}, "10.96.0.1"),
     ({"clusterIP": None, "clusterIPs": ["10.96.0.1", "fd00::1"]}, "10.96.0.1 fd00::1"),
+    ({"clusterIP": "", "clusterIPs": ["10.96.0.1", "fd00::1"]}, "10.96.0.1 fd00::1"),
     ({"clusterIP": "fd00::1", "clusterIPs": ["fd00::1", "10.96.0.1"]}, "fd00::1 10.96.0.1"),
     ({"clusterIP": "10.96.0.1", "clusterIPs": ["10.96.0.1", "10.96.0.2"]}, "10.96.0.1"),
     ({"clusterIP": "10.96.0.1", "ipFamilies": ["IPv4"]}, "10.96.0.1"),
