@@ -343,7 +343,8 @@ class _Proxy:
         from kproxy_core.app.overview import Overview  # nor this
 
         return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name,
-                        lambda: self._switch.configured, lambda: self._switch.before)
+                        lambda: {"configured": self._switch.configured, "before": self._switch.before,
+                                 "label": self._desired.named_by})
 
     def _observers(self) -> list[SyncObserver]:
         failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")

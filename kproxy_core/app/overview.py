@@ -42,18 +42,18 @@ class Overview:
 
     def __init__(
         self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
-        traffic: TrafficRecorder | None, node: str, configured: Callable[[], str],
-        before: Callable[[], str],
+        traffic: TrafficRecorder | None, node: str, modes: Callable[[], Mapping[str, str]],
     ) -> None:
-        """*configured* returns the mode of the configuration; "": none. *before*: see `ModeSwitch.before`."""
+        """*modes* returns ``configured``, the mode in the configuration, ``before``, the one that served
+        before the last switch, and ``label``, the key of the Node's label that names what serves; "": none.
+        """
         self._loop = loop
         self._health = health
         self._about = about
         self._history = history
         self._traffic = traffic
         self._node = node
-        self._configured = configured
-        self._before = before
+        self._modes = modes
 
     def status(self) -> dict[str, Any]:
         """Return mode, health, problems and the last syncs."""
@@ -77,8 +77,7 @@ class Overview:
         fallback = self._about.fallback
         fallen = str(fallback) if fallback is not None and fallback.serving == self._about.mode else ""
         return {
-            "node": self._node, "mode": self._about.mode, "configured": self._configured(),
-            "before": self._before(),
+            "node": self._node, "mode": self._about.mode, **self._modes(),
             "version": self._about.version, "commit": commit(), "now": time.time(),
             "started": self._about.started, "well": condition.is_well and not fallen,
             # The fallback is as old as the process, and outlasts other problems.

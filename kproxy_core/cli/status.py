@@ -26,6 +26,8 @@ def _lines(found: Found) -> Iterator[str]:
         yield f"  {bad(problem)}"
     commit = f" ({found['commit']})" if found["commit"] else ""
     wanted = "" if found["configured"] == found["mode"] else f", configured: {found['configured'] or 'none'}"
+    if label := found.get("label"):
+        wanted = f", by label {label}"
     yield f"mode             {found['mode']}{wanted}"
     yield f"version          {found['version']}{commit}, running for {age(now - found['started'])}"
     last = "never" if found["last_sync"] is None else f"{age(now - found['last_sync'])} ago"

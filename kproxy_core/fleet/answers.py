@@ -33,6 +33,8 @@ class Status(Struct, frozen=True):
     foreign_changes: int
     before: str = ""
     """The mode that served before the last switch; "": none, or the configuration decides."""
+    label: str = ""
+    """The key of the Node's label that names the mode; "": none does."""
     commit: str = ""
     fallback: str = ""
     last_sync: float | None = None

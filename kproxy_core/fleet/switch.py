@@ -75,6 +75,8 @@ class Found(Struct, frozen=True, kw_only=True):
     """The one that served before the last switch; "": none."""
     configured: str = ""
     """The one in the configuration; "": none."""
+    label: str = ""
+    """The key of the Node's label that names the one that serves; "": none does."""
     problems: tuple[str, ...] = ()
     unreached: str = ""
     """The reason why it could not be asked."""
@@ -89,6 +91,8 @@ class Move(Struct, frozen=True, kw_only=True):
     goal: str
     configured: str = ""
     """The mode in its configuration; "": none."""
+    label: str = ""
+    """The key of the Node's label that names the mode at the start; "": none did."""
     state: State = State.WAITING
     reasons: tuple[str, ...] = ()
     """Why it failed, or is not well."""
@@ -117,8 +121,8 @@ def to_move_back(found: Found, mode: str) -> Move:
 def _move(found: Found, goal: str, state: State) -> Move:
     if found.unreached:
         return Move(name=found.node, serves="", goal=goal, state=State.UNREACHED, reasons=(found.unreached,))
-    return Move(name=found.node, serves=found.mode, goal=goal, configured=found.configured, state=state,
-                reasons=found.problems)
+    return Move(name=found.node, serves=found.mode, goal=goal, configured=found.configured, label=found.label,
+                state=state, reasons=found.problems)
 
 
 # All nodes.
@@ -205,11 +209,14 @@ class Differing(NamedTuple):
 
 
 def configurations(rollout: Rollout) -> Iterator[Differing]:
-    """Yield the nodes that a reboot would bring back to another mode, by both modes."""
+    """Yield the nodes that a reboot would bring back to another mode, by both modes.
+
+    A node whose label names its mode is not among them.
+    """
     differing: dict[tuple[str, str], list[str]] = {}
     for move in rollout.moves:
         serves_goal = move.state in (State.THERE, State.MOVED, State.WORSE)
-        if serves_goal and move.configured != move.goal:
+        if serves_goal and move.configured != move.goal and not move.label:
             differing.setdefault((move.configured, move.goal), []).append(move.name)
     for modes, names in differing.items():
         yield Differing(*modes, tuple(names))

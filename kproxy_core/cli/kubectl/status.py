@@ -52,7 +52,11 @@ def row(node: "Node", found: "Status | Unreached") -> Row:
     count = len(found.findings)
     doctor = f"{count} finding{'s' * (count > 1)}" if count else ""
     version = f"{found.version} ({found.commit})" if found.commit else found.version
-    mode = found.mode if found.configured in ("", found.mode) else f"{found.mode}, not {found.configured}"
+    mode = found.mode
+    if found.label:
+        mode = f"{mode}, by label"
+    elif found.configured not in ("", mode):
+        mode = f"{mode}, not {found.configured}"
     return Row(
         (node.name, "well" if found.well else "not well", age(found.now - found.since), mode, version,
          last, age(found.lag) if found.lag else "", str(found.foreign_changes), doctor,

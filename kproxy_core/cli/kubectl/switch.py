@@ -77,7 +77,8 @@ def survey(
             found = Found(node=node.name, unreached=status.why)
         else:
             found = Found(node=node.name, mode=status.mode, before=status.before,
-                          configured=status.configured, problems=tuple(status.problems))
+                          configured=status.configured, label=status.label,
+                          problems=tuple(status.problems))
         moves.append(to_move_back(found, mode) if undo else to_move(found, mode))
     return Rollout(moves=tuple(sorted(moves, key=lambda move: move.name)), at_a_time=at_a_time)
 

@@ -55,7 +55,7 @@ def test_a_fallback_that_serves_is_a_problem_since_the_start() -> None:
     health.sync_succeeded(synced(Family.IPV4))
     about = About(mode="iptables", version="0", configuration={}, flags={}, started=5.0)
     about.fallback = Fallback("nftables", "iptables", "no nf_tables")
-    overview = Overview(cast(Loop, None), health, about, None, None, "n1", lambda: "nftables", lambda: "")
+    overview = Overview(cast(Loop, None), health, about, None, None, "n1", dict)
     found = overview.condition()
     assert (found["well"], found["since"], found["problems"]) == (False, 5.0, [str(about.fallback)])
     about.mode = "nftables"

@@ -156,6 +156,7 @@ def test_configurations_that_name_another_mode_are_grouped() -> None:
         Move(name="d", serves="old", goal="new", configured="", state=State.WORSE),
         Move(name="e", serves="old", goal="new", configured="old", state=State.REFUSED),
         Move(name="f", serves="old", goal="new", configured="old", state=W),
+        Move(name="g", serves="new", goal="new", configured="old", label="mode", state=T),
     ]
     assert list(configurations(Rollout(moves=tuple(nodes), at_a_time=1))) == [
         ("old", "new", ("a", "b")), ("", "new", ("d",))]
