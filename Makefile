@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples
 
-.PHONY: env deb demo check test lint guest bench soak dist requirements sbom audit clean packages
+.PHONY: env deb demo check test lint guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -73,6 +73,10 @@ dist: env
 	    SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) ../$(BUILD) wheel ../dist && rm -r build; \
 	} >build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
 	@ls dist/kproxy*.whl dist/kproxy*.tar.gz
+
+# Kubernetes' own specs, in a cluster of three nodes on this machine: tests/cluster/README.md.
+cluster: env
+	@$(VENV)/bin/python -B -m tests.cluster $(ARGS)
 
 # What the image installs, with hashes; a list of it for others; and what is known against it. audit asks the
 # Python package index.
