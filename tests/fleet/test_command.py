@@ -65,7 +65,8 @@ def test_ctrl_c_gives_up_what_is_under_way(canned: Canned, tmp_path: Path) -> No
     for number in range(3):
         canned.node(f"node-{number}", f"echo > {started}; exec sleep 1000")
     with subprocess.Popen(
-            [KUBECTL_KPROXY, "status", "--kubeconfig", canned.kubeconfig], stdout=subprocess.PIPE,
+            ["env", "--default-signal=INT",  # a shell has its background jobs ignore it, the tests too
+             KUBECTL_KPROXY, "status", "--kubeconfig", canned.kubeconfig], stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True) as process:
         with started.open() as file:  # which ends when no node has it open any longer
             assert file.read() != ""
