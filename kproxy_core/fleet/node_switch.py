@@ -62,12 +62,17 @@ class NodeSwitch:
     """The switch of one node. Its steps are reported as they are made."""
 
     def __init__(
-        self, cluster: Cluster, node: Node, report_step: Callable[[str], None], *, pause: float = 1.0
+        self, cluster: Cluster, node: Node, report_step: Callable[[str], None], *,
+        accepts_losses: bool = False, pause: float = 1.0,
     ) -> None:
-        """*pause*: seconds between two questions to a node that may still be switching."""
+        """*accepts_losses*: it is switched even if the other mode does not serve all that this one does.
+
+        *pause*: seconds between two questions to a node that may still be switching.
+        """
         self._cluster = cluster
         self._node = node
         self._report_step = report_step
+        self._accepts_losses = accepts_losses
         self._pause = pause
 
     def run(self, mode: str) -> tuple[State, tuple[str, ...]]:
@@ -99,9 +104,12 @@ class NodeSwitch:
             found = decode(self._node, reply, Check)
         except Unreached as error:
             return (error.why,)
-        if found.loses:
-            return tuple(f"would be lost: {loss}" for loss in found.losses)
-        self._report_step("checked: nothing would be lost")
+        if found.loses and not self._accepts_losses:
+            return "without --accept-losses, nothing may be lost", *found.losses
+        for loss in found.losses:
+            self._report_step(f"lost: {loss}")
+        if not found.loses:
+            self._report_step("checked: nothing would be lost")
         return ()
 
     def _condition(self) -> tuple[Condition, str]:

@@ -221,6 +221,27 @@ def test_a_check_names_what_each_node_would_lose(canned: Canned) -> None:
     assert last == {"event": "summary", "well": False}
 
 
+@pytest.mark.parametrize(("serves", "options", "goal"), [
+    (OLD, (), ""),
+    (OLD, ("--accept-losses",), NEW),
+    (NEW, ("--undo",), OLD),
+])  # fmt: skip
+def test_losses_are_accepted_on_request_and_on_the_way_back(
+    canned: Canned, serves: str, options: tuple[str, ...], goal: str
+) -> None:
+    lost = {"service_port": "shop/web", "what": "not on 127.0.0.1", "lost": True, "only_here": False}
+    canned.answer("a", {
+        **STATUS, "mode": serves, "before": OLD, "appearing": [lost], "disappearing": [], "loses": True,
+        "frontends": []})
+    done = canned.kubectl("switch", NEW, "--yes", *options)
+    switched = [
+        asked for asked in canned.asked if asked.startswith("kproxy switch ") and "--check" not in asked]
+    assert switched == ([f"kproxy switch {goal} -o json"] if goal else [])
+    told = "lost: shop/web: not on 127.0.0.1" if goal else (
+        "refused: without --accept-losses, nothing may be lost; shop/web: not on 127.0.0.1")
+    assert f"a  {told}" in done.output.splitlines()
+
+
 def test_nodes_that_can_not_be_asked_are_left_out_and_named(canned: Canned) -> None:
     canned.answer("a", {**STATUS, "mode": NEW, "configured": NEW})
     canned.node("b", pod={"containerStatuses": []})

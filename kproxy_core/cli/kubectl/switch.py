@@ -101,7 +101,9 @@ class _Interrupted:
 _Events = SimpleQueue[_Stepped | _Ended | _Interrupted]
 
 
-def carry_out(rollout: Rollout, cluster: Cluster, nodes: Sequence[Node], printer: Printer) -> Rollout:
+def carry_out(
+    rollout: Rollout, cluster: Cluster, nodes: Sequence[Node], printer: Printer, *, accept_losses: bool
+) -> Rollout:
     """Move the nodes, each by a thread of its own. Return what has become of them.
 
     After an interrupt no further node begins. A second one raises KeyboardInterrupt: switches under way
@@ -115,7 +117,8 @@ def carry_out(rollout: Rollout, cluster: Cluster, nodes: Sequence[Node], printer
                 rollout = rollout.begin(move.name)
                 printer.began(move)
                 threading.Thread(
-                    target=_switch, args=(cluster, known[move.name], move.goal, events), daemon=True).start()
+                    target=_switch, args=(cluster, known[move.name], move.goal, accept_losses, events),
+                    daemon=True).start()
             event = _next(events)
             if isinstance(event, _Stepped):
                 printer.stepped(*event)
@@ -128,13 +131,14 @@ def carry_out(rollout: Rollout, cluster: Cluster, nodes: Sequence[Node], printer
     return rollout
 
 
-def _switch(cluster: Cluster, node: Node, goal: str, events: _Events) -> None:
+def _switch(cluster: Cluster, node: Node, goal: str, accept_losses: bool, events: _Events) -> None:
     from kproxy_core.fleet.node_switch import NodeSwitch
     from kproxy_core.fleet.switch import State
 
     try:
         state, reasons = NodeSwitch(
-            cluster, node, lambda step: events.put(_Stepped(node.name, step))).run(goal)
+            cluster, node, lambda step: events.put(_Stepped(node.name, step)),
+            accepts_losses=accept_losses).run(goal)
     except Exception as error:
         events.put(_Ended(node.name, State.LOST, (repr(error),)))
         raise
@@ -287,7 +291,9 @@ def _commands(context: click.Context) -> tuple[str, str]:
         if isinstance(option, click.Option) and value != option.default and not option.is_flag:
             words += [option.opts[0], str(value)]
     undo = [*words, "--undo"]
-    return (shlex.join(undo), "") if context.params["undo"] else (shlex.join(words), shlex.join(undo))
+    if context.params["undo"]:
+        return shlex.join(undo), ""
+    return shlex.join(words + ["--accept-losses"] * context.params["accept_losses"]), shlex.join(undo)
 
 
 @click.command("switch", cls=FlagCommand)
@@ -297,15 +303,17 @@ def _commands(context: click.Context) -> tuple[str, str]:
               help="Maximum number of nodes under way.")
 @click.option("--check", "only_check", is_flag=True,
               help="Only show what would be lost on which nodes.")
+@click.option("--accept-losses", is_flag=True,
+              help="Also switch nodes that would lose what --check shows.")
 @click.option("--undo", is_flag=True,
-              help="Go back from MODE: each node to the mode that served before.")
+              help="Go back from MODE: each node to the mode that served before, with its losses.")
 @click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal.")
 @with_cluster
 @TEXT_OR_JSON
 @click.pass_context
 def command(
     context: click.Context, cluster: Cluster, mode: str, nodes: str, at_a_time: int, only_check: bool,
-    undo: bool, yes: bool, output: str,
+    accept_losses: bool, undo: bool, yes: bool, output: str,
 ) -> int:
     """Switch the proxies of many nodes to another mode; connections stay open.
 
@@ -333,7 +341,7 @@ def command(
     if (count := len(rollout.of(State.WAITING))) and not yes:
         click.confirm(f"Switch {count} of {len(targets)} nodes, {at_a_time} at a time?", abort=True, err=True)
     try:
-        rollout = carry_out(rollout, cluster, targets, printer)
+        rollout = carry_out(rollout, cluster, targets, printer, accept_losses=accept_losses or undo)
     except KeyboardInterrupt:
         click.echo("switches under way end on their nodes; the same command goes on", err=True)
         raise

@@ -147,19 +147,28 @@ def rolls_back(kproxy: Kproxy) -> None:
     kproxy.refusal = "new: the kernel does not hold what was programmed"
 
 
-@pytest.mark.parametrize(("fail", "reason", "last"), [
-    (loses, "would be lost: default/sig: SCTP is not served", "check"),
-    (does_not_work, "new does not work here: no luck", "check"),
-    (rolls_back, "new: the kernel does not hold what was programmed", "switch"),
+@pytest.mark.parametrize(("fail", "reasons", "last"), [
+    (loses, ("without --accept-losses, nothing may be lost", "default/sig: SCTP is not served"), "check"),
+    (does_not_work, ("new does not work here: no luck",), "check"),
+    (rolls_back, ("new: the kernel does not hold what was programmed",), "switch"),
 ])  # fmt: skip
 def test_a_node_that_refuses_serves_as_before(
-    kproxy: Kproxy, fail: Callable[[Kproxy], None], reason: str, last: str
+    kproxy: Kproxy, fail: Callable[[Kproxy], None], reasons: tuple[str, ...], last: str
 ) -> None:
     fail(kproxy)
     before = kproxy.mode
-    assert switched(kproxy) == (State.REFUSED, (reason,))
+    assert switched(kproxy) == (State.REFUSED, reasons)
     assert kproxy.asked[-1] == last
     assert kproxy.mode == before
+
+
+def test_losses_that_are_accepted_are_told_and_do_not_stop_it(kproxy: Kproxy) -> None:
+    kproxy.losses = [CAVEAT]
+    steps: list[str] = []
+    switch = NodeSwitch(kproxy, NODE, steps.append, accepts_losses=True)
+    assert switch.run("new") == (State.MOVED, ())
+    assert steps[0] == "lost: default/sig: SCTP is not served"
+    assert kproxy.mode == "new"
 
 
 GONE = Unreached("node1", "the connection broke")
