@@ -26,16 +26,17 @@ def main() -> int:
     parser.add_argument("--focus", default=suite.FOCUS, help="specs, as for ginkgo; empty: none")
     parser.add_argument("--processes", type=int, default=4, help="specs at a time")
     parser.add_argument("--shell", action="store_true", help="before the end, start a shell with kubectl")
-    parser.add_argument("--directory", type=Path, help="for logs, images and reports")
+    parser.add_argument("--directory", type=Path, help="for images, made once, and for logs and reports")
     arguments = parser.parse_args()
     if arguments.binaries is None:
         parser.error("--binaries or KUBERNETES_BIN must name a directory")
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="kproxy-cluster-", dir="/var/tmp"))
-    print(f"logs in {directory}", flush=True)
     failed = False
     with ExitStack() as stack:
         archives = _images(directory, arguments.binaries)
         agnhost = images.names_in_the_suite(arguments.binaries, "agnhost")[0]
+        directory = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
+        print(f"logs in {directory}", flush=True)
         cluster = Cluster(arguments.binaries, directory, stack.enter_context(fabric(NODES)), stack, archives)
         for mode in arguments.modes.split(","):
             deployment.deploy(cluster, mode)
@@ -56,7 +57,7 @@ def _images(directory: Path, binaries: Path) -> list[Path]:
     """Return the archives of all images, which are made where *directory* lacks them."""
     made = directory / "images"
     if not made.exists():
-        made.mkdir()
+        made.mkdir(parents=True)
         base = images.debian(directory / "base")
         for path in images.kproxy(directory, base, deployment.IMAGE):
             path.rename(made / path.name)

@@ -13,10 +13,11 @@ _FLEET = Path(sys.executable).with_name("kubectl-kproxy")
 
 def play(cluster: Cluster, targets: Sequence[Target], mode: str, other: str) -> Iterator[str]:
     """Yield a line of Markdown for each event in *mode*; *other*: one to switch to and back."""
+    switch = f"kubectl kproxy switch {other}"
     events: list[tuple[str, Callable[[], object]]] = [
         ("rollout restart", lambda: deployment.restart(cluster)),
-        (f"kubectl kproxy switch {other}", lambda: _fleet(cluster, "switch", other, "--yes")),
-        ("kubectl kproxy switch --undo", lambda: _fleet(cluster, "switch", other, "--undo", "--yes")),
+        (switch, lambda: _fleet(cluster, "switch", other, "--accept-losses", "--yes")),
+        (f"{switch} --undo", lambda: _fleet(cluster, "switch", other, "--undo", "--yes")),
         ("kubectl kproxy verify", lambda: _fleet(cluster, "verify", "--traffic")),
     ]
     for name, event in events:
