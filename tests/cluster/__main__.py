@@ -14,7 +14,7 @@ from tests.cluster.fabric import fabric
 from tests.cluster.node import PAUSE
 
 NODES = 3
-_TOOLS = ("bash", "bind9-dnsutils", "curl", "iproute2", "netcat-openbsd")
+_TOOLS = ("bash", "bind9-dnsutils", "curl", "iproute2", "netcat-openbsd", "wget")
 """What agnhost's specs call in its image."""
 
 
