@@ -12,6 +12,7 @@ from pathlib import Path
 from kproxy_conformance.network.namespaces import CommandFailed, Namespace, run
 from tests.cluster.certificates import Certificates
 from tests.cluster.fabric import addresses, pod_networks
+from tests.core.bpf_places import cgroup2_tree
 
 PAUSE = "registry.k8s.io/pause:3.10.2"
 _HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ class Node:
         self._directory = directory
         self._directory.mkdir()
         self._write_configuration(certificates)
-        self.cgroup = _cgroup_tree() / f"kproxy-cluster-{os.getpid()}-{self.name}"
+        self.cgroup = cgroup2_tree() / f"kproxy-cluster-{os.getpid()}-{self.name}"
         self.cgroup.mkdir()
         with (directory / "init.log").open("wb") as log:
             self._outer = subprocess.Popen(
@@ -127,16 +128,8 @@ oom_score = 0
 
 def _runc() -> str:
     """Return the program that starts containers: one without limits if the cgroups know none."""
-    controllers = (_cgroup_tree() / "cgroup.controllers").read_text().split()
+    controllers = (cgroup2_tree() / "cgroup.controllers").read_text().split()
     return "runc" if {"cpu", "memory", "pids"} <= set(controllers) else str(_HERE / "runc")
-
-
-def _cgroup_tree() -> Path:
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, where, kind = line.split()[:3]
-        if kind == "cgroup2":
-            return Path(where)
-    raise FileNotFoundError("no file system of type cgroup2 is mounted")
 
 
 def _remove(cgroup: Path) -> None:
