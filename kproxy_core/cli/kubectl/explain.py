@@ -1,13 +1,14 @@
 """``kubectl kproxy explain``: the way of packets through the cluster, from the sender to the endpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kproxy_core.cli.explain import OUTCOMES, VERDICTS
 from kproxy_core.cli.kubectl.options import with_cluster_and_namespace
-from kproxy_core.cli.kubectl.tables import progress_bar
+from kproxy_core.cli.kubectl.tables import aligned, progress_bar
 from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.status import age
@@ -119,17 +120,10 @@ def _version(found: Found) -> str:
 
 
 def _table(label: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    for at, row in enumerate(rows[:_MOST_ENDPOINTS]):
-        cells = (cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True))
-        yield _line("" if at else label, "  ".join(cells).rstrip())
+    for at, line in enumerate(islice(aligned(rows), _MOST_ENDPOINTS)):
+        yield _line("" if at else label, line)
     if len(rows) > _MOST_ENDPOINTS:
         yield _line("", f"and {len(rows) - _MOST_ENDPOINTS} more, which -o json lists")
-
-
-def _width(cell: str) -> int:
-    """Return the number of characters of a cell without its styles."""
-    return len(click.unstyle(cell))
 
 
 def _line(label: str, text: str) -> str:

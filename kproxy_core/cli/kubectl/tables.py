@@ -125,7 +125,13 @@ def _shortened(cell: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a line for each row, with its cells below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Yield a line for each row, with its cells, which may be styled, below each other."""
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+        cells = (cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _width(cell: str) -> int:
+    """Return the number of characters of a cell without its styles."""
+    return len(click.unstyle(cell))
