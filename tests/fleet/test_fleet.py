@@ -3,10 +3,12 @@
 import io
 import json
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kproxy_core.observe.traffic import FRESH
 from tests.fleet.fleet import NODES, Fleet, kproxy_pod
 
 REJECTING = """
@@ -70,6 +72,7 @@ def test_connections_that_fail_from_one_node_are_told(fleet: Fleet) -> None:
 
 def test_traffic_is_summed_over_the_nodes(fleet: Fleet) -> None:
     def counted() -> int:
+        time.sleep(FRESH)  # so old may the counts be that a node tells
         found = json.loads(fleet.kubectl("top", "-o", "json").stdout)
         assert [row["service_port"] for row in found["services"]] == ["shop/web"]
         return int(found["services"][0]["forwarded"])
