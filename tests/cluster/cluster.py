@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,21 @@ from tests.cluster.node import Node
 SERVER = f"https://{addresses(CONTROL_PLANE)[0]}:6443"
 _PATIENCE = 600.0
 """Seconds for anything that must happen."""
+_DNS = """
+apiVersion: v1
+kind: Service
+metadata: {name: kube-dns, namespace: kube-system}
+spec:
+  clusterIP: 10.96.0.10
+  ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: kube-dns, namespace: kube-system, labels: {kubernetes.io/service-name: kube-dns}}
+addressType: IPv4
+endpoints: [{addresses: [%s]}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+"""
 
 
 class Cluster:
@@ -47,6 +63,11 @@ class Cluster:
             node.load(images)
         for node in self.nodes:
             self.wait(node.name, "wait", "node", node.name, "--for=condition=Ready", "--timeout=10s")
+            self.kubectl("label", "node", node.name, f"topology.kubernetes.io/zone=zone-of-{node.name}")
+        self._start("dns", sys.executable, "-B", "-m", "tests.cluster.dns", str(self.kubeconfig))
+        self._start("load-balancer", sys.executable, "-B", "-m", "tests.cluster.load_balancer",
+                    str(self.kubeconfig), *(addresses(number)[0] for number in fabric.nodes))
+        self.kubectl("apply", "--validate=false", "-f", "-", stdin=_DNS % addresses(CONTROL_PLANE)[0])
 
     def kubectl(self, *arguments: str, stdin: str = "", timeout: float = _PATIENCE) -> str:
         """Return the output of kubectl. Raises CommandFailed."""

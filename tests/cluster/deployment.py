@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -11,17 +12,62 @@ from tests.cluster.fabric import PODS
 from tests.cluster.images import CHECKOUT
 
 IMAGE = "docker.io/library/kproxy:0.2.0"
+KUBE_PROXY = "docker.io/library/kube-proxy:1.36"
 _NAMESPACE = "kube-system"
+_KUBE_PROXY_OBJECTS = """
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: kube-proxy}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: "system:node-proxier"}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: kube-proxy, namespace: kube-system}
+spec:
+  selector: {matchLabels: {k8s-app: kube-proxy}}
+  template:
+    metadata: {labels: {k8s-app: kube-proxy}}
+    spec:
+      hostNetwork: true
+      serviceAccountName: kube-proxy
+      tolerations: [{operator: Exists}]
+      containers:
+        - name: kube-proxy
+          image: %(image)s
+          command: [/kube-proxy, "--proxy-mode=%(mode)s", "--cluster-cidr=%(pods)s",
+                    --conntrack-max-per-core=0, --hostname-override=$(NODE)]
+          env:
+            - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+            - {name: KUBERNETES_SERVICE_HOST, value: "%(host)s"}
+            - {name: KUBERNETES_SERVICE_PORT, value: "%(port)s"}
+          securityContext: {privileged: true}
+          readinessProbe: {httpGet: {path: /healthz, port: 10256}}
+"""
+"""As kubeadm deploys it, but with the settings on the command line."""
 
 
 def deploy(cluster: Cluster, mode: str) -> None:
     """Apply the DaemonSet with *mode*, and wait until its pods are ready on every node."""
+    cluster.kubectl("-n", _NAMESPACE, "delete", "daemonset/kube-proxy", "--ignore-not-found", "--wait=true")
     overlay = cluster.directory / f"kproxy-{mode}"
     overlay.mkdir(exist_ok=True)
     _write_overlay(overlay, mode)
     # Kubernetes built with another Go than its release may lack schemas.
     cluster.kubectl("apply", "--validate=false", "-k", str(overlay))
     wait_until_ready(cluster)
+
+
+def deploy_kube_proxy(cluster: Cluster, mode: str) -> None:
+    """Apply kube-proxy's DaemonSet with *mode*, and wait until its pods are ready on every node."""
+    api = urlsplit(SERVER)
+    cluster.kubectl("apply", "--validate=false", "-f", "-", stdin=_KUBE_PROXY_OBJECTS % {
+        "image": KUBE_PROXY, "mode": mode, "pods": ",".join(PODS), "host": api.hostname, "port": api.port})
+    cluster.kubectl("-n", _NAMESPACE, "rollout", "status", "daemonset/kube-proxy", "--timeout=300s")
 
 
 def wait_until_ready(cluster: Cluster) -> None:

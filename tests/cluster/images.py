@@ -36,11 +36,11 @@ def archive(path: Path, root: Path, names: Sequence[str], **config: object) -> P
     return path
 
 
-def of_a_program(path: Path, program: Path, name: str, root: Path) -> Path:
+def of_a_program(path: Path, program: Path, names: Sequence[str], root: Path) -> Path:
     """Write an image of one static *program*."""
     root.mkdir()
     shutil.copy(program, root)
-    return archive(path, root, [name], Entrypoint=[f"/{program.name}"])
+    return archive(path, root, names, Entrypoint=[f"/{program.name}"])
 
 
 def debian(root: Path, packages: Sequence[str] = ()) -> Path:
@@ -75,7 +75,7 @@ def kproxy(directory: Path, base: Path, name: str) -> list[Path]:
     return made
 
 
-def names_in_the_suite(binaries: Path, image: str) -> list[str]:
-    """Return the names by which Kubernetes' suite uses *image*, one for each version."""
+def names_in_the_suite(binaries: Path, *images: str) -> list[str]:
+    """Return the names by which Kubernetes' suite uses *images*, one for each version."""
     listed = run(str(binaries / "e2e.test"), "--list-images").split()
-    return [name for name in listed if f"/{image}:" in name]
+    return [name for image in images for name in listed if f"/{image}:" in name]

@@ -79,7 +79,8 @@ class Node:
                 "type": "ptp", "ipMasq": False, "mtu": 1500, "ipam": {
                     "type": "host-local", "dataDir": "/run/cni-ipam",
                     "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
-                    "ranges": [[{"subnet": network}] for network in networks]}}]}))  # fmt: skip
+                    "ranges": [[{"subnet": network}] for network in networks]}},
+                {"type": "portmap", "capabilities": {"portMappings": True}}]}))  # fmt: skip
         write("resolv.conf", "nameserver 10.10.0.254\n")
         write("kubeconfig", certificates.path(f"{self.name}.conf").read_text())
         write("kubelet.yaml", json.dumps({
