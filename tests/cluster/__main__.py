@@ -78,6 +78,7 @@ def _images(directory: Path, binaries: Path) -> list[Path]:
             shutil.copy(binaries / program, tools)
         run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost",
             "-keyout", str(tools / "localhost.key"), "-out", str(tools / "localhost.crt"))  # agnhost's
+        (tools / "etc" / "wgetrc").write_text("tries = 1\n")  # as busybox's, which the suite means
         names = [*images.names_in_the_suite(binaries, *_SAME), deployment.KUBE_PROXY]
         images.archive(made / "tools.tar", tools, names, Entrypoint=["/agnhost"], Cmd=["pause"])
         images.of_a_program(made / "pause.tar", binaries / "pause", [PAUSE], directory / "pause")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,6 +61,9 @@ def deploy(cluster: Cluster, mode: str) -> None:
     # Kubernetes built with another Go than its release may lack schemas.
     cluster.kubectl("apply", "--validate=false", "-k", str(overlay))
     wait_until_ready(cluster)
+    nodes = json.loads(fleet(cluster, "status", "-o", "json"))["nodes"]
+    if {node.get("mode") for node in nodes} != {mode}:
+        raise RuntimeError(f"kproxy does not serve in {mode} mode: {nodes}")
 
 
 def deploy_kube_proxy(cluster: Cluster, mode: str) -> None:
@@ -81,7 +85,6 @@ def restart(cluster: Cluster) -> None:
 
 
 def _write_overlay(directory: Path, mode: str) -> None:
-    base = CHECKOUT / "deploy" / ("ebpf" if mode == "ebpf" else "base")
     config = yaml.safe_load((CHECKOUT / "deploy" / "base" / "config.conf").read_text())
     config |= {"mode": mode, "clusterCIDR": ",".join(PODS)}
     config["kproxy"] = {"switchModes": ["nftables", "iptables"]}
@@ -91,6 +94,14 @@ def _write_overlay(directory: Path, mode: str) -> None:
     (directory / "kubeconfig.conf").write_text(yaml.safe_dump(kubeconfig))
     (directory / "kustomization.yaml").write_text(json.dumps({
         "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "namespace": _NAMESPACE,
-        "resources": [os.path.relpath(base, directory)],
+        "resources": [os.path.relpath(CHECKOUT / "deploy" / "base", directory)],
+        "components": [os.path.relpath(CHECKOUT / "deploy" / "ebpf", directory)] if mode == "ebpf" else [],
         "configMapGenerator": [
             {"name": "kproxy", "behavior": "replace", "files": ["config.conf", "kubeconfig.conf"]}]}))
+
+
+def fleet(cluster: Cluster, *arguments: str) -> str:
+    """Return the output of `kubectl kproxy`. Raises CommandFailed."""
+    program = Path(sys.executable).with_name("kubectl-kproxy")
+    return cluster.home.run(
+        "env", f"KUBECONFIG={cluster.kubeconfig}", str(program), *arguments, timeout=900)

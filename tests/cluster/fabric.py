@@ -10,6 +10,8 @@ CONTROL_PLANE = 10
 OUTSIDE = 100
 SERVICES = ("10.96.0.0/16", "fd00:10:96::/112")
 PODS = ("10.244.0.0/16", "fd00:10:244::/48")
+REMOTE = "10.20.0.10"
+"""A further address of the control plane, in no network of the nodes."""
 _GATEWAY = ("10.10.0.254", "fd00:10:10::fe")
 """A host that does not exist, so that packets to unknown destinations leave as on a real machine."""
 
@@ -57,6 +59,8 @@ def fabric(nodes: int) -> Iterator[Fabric]:
                         host.add_route(network, via=via)
             for network, via in zip(("0.0.0.0/0", "::/0"), _GATEWAY, strict=True):
                 host.add_route(network, via=via)
+        made.control_plane.add_address(f"{REMOTE}/32", "eth0")
         for host in made.nodes.values():
+            host.add_route(f"{REMOTE}/32", via=addresses(CONTROL_PLANE)[0])
             host.forward()
         yield made

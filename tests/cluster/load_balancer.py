@@ -18,6 +18,7 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import NotFoundError
 
 from kproxy_conformance.network.namespaces import run
+from tests.cluster.fabric import REMOTE
 
 _FINALIZER = "service.kubernetes.io/load-balancer-cleanup"
 _ADDRESSES = ipaddress.ip_network("10.10.1.0/24")
@@ -65,7 +66,7 @@ class LoadBalancer:
         if self._routes.get(address, ()) != nodes and ipaddress.ip_address(address) in _ADDRESSES:
             if nodes:
                 hops = [part for node in nodes for part in ("nexthop", "via", node)]
-                run("ip", "route", "replace", address, *hops)
+                run("ip", "route", "replace", address, "src", REMOTE, *hops)
             else:
                 run("ip", "route", "replace", "unreachable", address)
             self._routes[address] = nodes

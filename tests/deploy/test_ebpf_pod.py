@@ -24,7 +24,7 @@ VOLUMES = {volume["name"]: volume for volume in DAEMON_SET["spec"]["template"]["
 # /sys/fs/cgroup is a container's own cgroup, as in a cgroup namespace. Only the mount that stands for the
 # host's /sys/fs/bpf is shared with the other container, as mountPropagation has it.
 CONTAINER = """
-root=$1 own=$2 bpf=$3 cgroups=$4 capabilities=$5; shift 5
+root=$1 own=$2 bpf=$3 cgroups=$4 tree=$5 capabilities=$6; shift 6
 findmnt -rno TARGET | while read -r at; do
     test "$at" = "$bpf" || mount --make-private "$at" 2>/dev/null || true
 done
@@ -36,7 +36,7 @@ umount -l "$root/sys/fs/cgroup"
 mount --bind "$own" "$root/sys/fs/cgroup"
 if test -n "$cgroups"; then
     mkdir "$root$cgroups"
-    mount --rbind /sys/fs/cgroup "$root$cgroups"
+    mount --rbind "$tree" "$root$cgroups"
 fi
 if test "$capabilities" = all; then exec chroot "$root" "$@"; fi
 exec chroot "$root" setpriv --bounding-set="$capabilities" --inh-caps=-all --no-new-privs "$@"
@@ -49,6 +49,8 @@ class Pod:
     def __init__(self, stack: ExitStack, directory: Path) -> None:
         self.node: Namespace = stack.enter_context(namespace())
         self.translated = stack.enter_context(new_cgroup())
+        self.tree = Path("/sys/fs/cgroup")
+        """What the node has at /sys/fs/cgroup."""
         self._own = stack.enter_context(new_cgroup())
         self._root = directory / "root"
         self.bpf = directory / "bpf"
@@ -82,7 +84,7 @@ class Pod:
             "nsenter", f"--net=/run/netns/{self.node.name}",
             "unshare", "--mount", "--propagation", "unchanged", "sh", "-euc", CONTAINER, "container",
             str(self._root), str(self._own), str(self.bpf),
-            mounted.get("cgroup", ""), capabilities(container), *command,
+            mounted.get("cgroup", ""), str(self.tree), capabilities(container), *command,
         ]  # fmt: skip
 
     def execute(self, proxy: Proxy, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -130,12 +132,22 @@ def test_a_cgroup_of_the_host_is_found_in_both_containers(pod: Pod, tree: str) -
         assert probed.returncode == 0, probed.stdout
 
 
-def test_the_root_of_the_hosts_cgroups_is_not_the_containers_own(pod: Pod) -> None:
+def roots_found(pod: Pod) -> list[int]:
+    """Return the inodes of the cgroups that the container finds without a path, and at /sys/fs/cgroup."""
     program = (
         "import os; from kproxy_ebpf.kernel.mounts import open_cgroup\n"
         "for path in ('', '/sys/fs/cgroup'): print(os.fstat(open_cgroup(path)).st_ino)"
     )
     done = subprocess.run(
         pod.command(MAIN, sys.executable, "-c", program), capture_output=True, text=True, check=True)
-    root_of_the_tree = "1"
-    assert done.stdout.split() == [root_of_the_tree] * 2
+    return [int(inode) for inode in done.stdout.split()]
+
+
+def test_the_root_of_the_hosts_cgroups_is_not_the_containers_own(pod: Pod) -> None:
+    root_of_the_tree = 1
+    assert roots_found(pod) == [root_of_the_tree] * 2
+
+
+def test_the_root_of_a_node_in_a_container_is_that_containers_cgroup(pod: Pod) -> None:
+    pod.tree = pod.translated
+    assert roots_found(pod) == [pod.translated.stat().st_ino] * 2

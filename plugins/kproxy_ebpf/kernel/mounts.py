@@ -11,6 +11,8 @@ from kproxy_core.linux.errors import HostError
 
 _ROOT_INODE = 1
 """Inode of the root of the whole cgroup2 tree; the root of a cgroup namespace has another (kernfs)."""
+_HOST = Path("/run/host-cgroup")
+"""Where the DaemonSet mounts what the node has at /sys/fs/cgroup (deploy/ebpf)."""
 _USUAL_POINTS = ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSCONFIG_CMD_CREATE = 6
@@ -26,12 +28,12 @@ def open_cgroup(path: str = "") -> int:
     """Return a descriptor of the cgroup *path*, or of the root of the node's cgroup2 tree.
 
     ``ip netns exec`` hides /sys/fs/cgroup: without a mounted cgroup2 tree, one is opened without a mount
-    point. In a container it is the container's own cgroup, unless the node's tree is mounted elsewhere.
-    Raises HostError.
+    point. In a container it is the container's own cgroup, unless the node's tree is mounted elsewhere. A
+    node that is a container itself, as kind makes them, has a root of its own. Raises HostError.
     """
-    if path in _USUAL_POINTS:
+    if path in ("", *_USUAL_POINTS):
         for tree in _trees():
-            if os.stat(tree).st_ino == _ROOT_INODE:
+            if os.stat(tree).st_ino == _ROOT_INODE or Path(tree).is_relative_to(_HOST):
                 return _open(tree)
     if path and os.path.isdir(path):
         if _kind(Path(path)) != "cgroup2":
@@ -42,8 +44,6 @@ def open_cgroup(path: str = "") -> int:
         if inside:
             with suppress(HostError):
                 return _open(f"{tree}{inside}")
-        elif not path and os.stat(tree).st_ino == _ROOT_INODE:
-            return _open(tree)
     raise HostError(
         f"cgroup {path} does not exist" if path else "the root of the node's cgroup2 tree is not visible"
     )
