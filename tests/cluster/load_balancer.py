@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,10 +28,10 @@ _TIMEOUT = 1.0
 
 
 class LoadBalancer:
-    def __init__(self, nodes: Sequence[str]) -> None:
+    def __init__(self, nodes: list[str]) -> None:
         self._nodes = nodes
         self._services = DynamicClient(client.ApiClient()).resources.get(api_version="v1", kind="Service")
-        self._routes: dict[str, Sequence[str]] = {}
+        self._routes: dict[str, list[str]] = {}
         """The nodes to which each address is routed."""
 
     def look(self) -> None:
@@ -47,7 +46,7 @@ class LoadBalancer:
             if spec["type"] != "LoadBalancer" or "deletionTimestamp" in metadata:
                 if _FINALIZER in finalizers:
                     if address:
-                        self._route(address, ())
+                        self._route(address, [])
                     self._patch(self._services.status, metadata, {"status": {"loadBalancer": None}})
                     self._patch(self._services, metadata, {
                         "metadata": {"finalizers": [name for name in finalizers if name != _FINALIZER]}})
@@ -62,8 +61,8 @@ class LoadBalancer:
             nodes = [node for node in self._nodes if not port or _is_healthy(node, port)]
             self._route(address, nodes[:1] if spec["sessionAffinity"] == "ClientIP" else nodes)
 
-    def _route(self, address: str, nodes: Sequence[str]) -> None:
-        if self._routes.get(address, ()) != nodes and ipaddress.ip_address(address) in _ADDRESSES:
+    def _route(self, address: str, nodes: list[str]) -> None:
+        if self._routes.get(address, []) != nodes and ipaddress.ip_address(address) in _ADDRESSES:
             if nodes:
                 hops = [part for node in nodes for part in ("nexthop", "via", node)]
                 run("ip", "route", "replace", address, "src", REMOTE, *hops)
