@@ -242,6 +242,17 @@ def _options(text: str) -> Iterator[tuple[str, str]]:
         yield no + name, " ".join(islice(words, _VALUES[name]))
 
 
+_OF_A_PROXY = re.compile(r"KUBE-(?!ROUTER-)")
+"""Filter chains of service proxies and of the kubelet, and not of kube-router's network policies."""
+
+
+def _is_followed(table: str, chain: str, rule: ParsedRule) -> bool:
+    if chain not in BUILT_IN_CHAINS:
+        return True
+    return rule.target not in TARGETS and (
+        table != "filter" or _OF_A_PROXY.match(rule.target) is not None)
+
+
 def _not(test: Test) -> Test:
     return lambda around, skb: not test(around, skb)
 
@@ -293,6 +304,8 @@ class Ruleset:
         for table, chain in reached:
             for text in self.rules(table, chain):
                 rule = parsed(text)
+                if not _is_followed(table, chain, rule):
+                    continue
                 if rule.looks_further:
                     return None
                 values.update(rule.places)
@@ -325,7 +338,8 @@ class Ruleset:
 class Walk:
     """Follows packets through chains, and records the objects that they meet.
 
-    In built-in chains, only rules that jump to other chains are followed: other tools own the rest.
+    In built-in chains, only rules that jump to other chains are followed: other tools own the rest. In table
+    filter, only those to chains of service proxies: `kproxy_core.linux.nft_filters` follows firewalls.
     """
 
     def __init__(
@@ -405,7 +419,7 @@ class Walk:
         where = f"{table} {chain}"
         for number, text in enumerate(rules):
             rule = parsed(text)
-            if chain in BUILT_IN_CHAINS and rule.target in TARGETS:
+            if not _is_followed(table, chain, rule):
                 continue
             if rule.strange:
                 self.strange = self.strange or text

@@ -4,7 +4,7 @@ import pytest
 
 from kproxy_conformance.builders import node_view
 from kproxy_core.model.address import Protocol, format_socket, parse_address
-from kproxy_core.plan.fate import Origin, Packet
+from kproxy_core.plan.fate import Origin, Outcome, Packet
 from kproxy_xtables.walk import Ruleset, Skb, Walk
 
 PACKET = Packet(
@@ -58,6 +58,26 @@ def test_a_packet_takes_the_way_of_the_rules(name: str) -> None:
 
 def test_rules_of_other_tools_in_built_in_chains_are_not_followed() -> None:
     assert ends({"PREROUTING": ["-j DROP", *SERVICES], "SERVICES": [DNAT]}) == [(1.0, "10.1.1.1:8080")]
+
+
+FIREWALLD = {
+    ("filter", "FORWARD"): [
+        "-m comment --comment rules -j KUBE-FORWARD",
+        "-m conntrack --ctstate RELATED,ESTABLISHED,DNAT -j ACCEPT", "-m conntrack --ctstate INVALID -j DROP",
+        "-j FORWARD_direct", "-j FORWARD_ZONES", "-j REJECT --reject-with icmp-host-prohibited"],
+    ("filter", "FORWARD_ZONES"): ["-g FWD_public"],
+    ("filter", "FWD_public"): ["-j FWD_public_pre", "-j REJECT --reject-with icmp-host-prohibited"],
+    ("filter", "KUBE-FORWARD"): ["-m mark --mark 0x4000/0x4000 -j DROP"],
+}
+"""Of firewalld 1.3.3 with FirewallBackend=iptables, and a chain of a service proxy."""
+
+
+@pytest.mark.parametrize(("mark", "outcome"), [(0, None), (0x4000, Outcome.DROPPED)])
+@pytest.mark.parametrize("for_many", [False, True])
+def test_chains_of_a_firewall_decide_nothing(*, for_many: bool, mark: int, outcome: Outcome | None) -> None:
+    walk = Walk(Ruleset(FIREWALLD, for_many=for_many), node_view())
+    skb = Skb.of(PACKET)._replace(translated=True, mark=mark)
+    assert walk.onward((("filter", "FORWARD"),), skb) == (outcome, False)
 
 
 @pytest.mark.parametrize(
