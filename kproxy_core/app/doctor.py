@@ -157,9 +157,13 @@ def pod_links(state: NodeState) -> list[Link]:
 
 
 def _pod_ports(state: NodeState) -> list[Link]:
-    """Return the node's ends of the pairs that lead to pods."""
+    """Return the node's ends of the pairs that lead to pods.
+
+    The uplink of a node that is a container itself is an end of such a pair, too, and no pod's.
+    """
     by_number = {link.number: link for link in state.links}
-    pairs = [link for link in state.links if link.leads_elsewhere and link.kind in ("veth", "netkit")]
+    pairs = [link for link in state.links if link.leads_elsewhere and link.kind in ("veth", "netkit")
+             and link.name not in state.uplinks.values()]
     return [link for link in pairs if link.master not in by_number or not _DOCKERS_BRIDGE.fullmatch(
         by_number[link.master].name)]
 
@@ -182,7 +186,8 @@ class _Owner(NamedTuple):
 _OWNERS: Final = (
     _Owner(
         "firewalld", "put the pods' networks into a zone that accepts: firewall-cmd --permanent "
-        "--zone=trusted --add-source=NETWORK && firewall-cmd --reload", tables=("firewalld",)),
+        "--zone=trusted --add-source=NETWORK && firewall-cmd --reload",
+        tables=("firewalld",), chains=("FWD_",)),
     _Owner(
         "ufw", "ufw default allow routed, or ufw route allow from NETWORK and ufw route allow to NETWORK",
         chains=("ufw-", "ufw6-")),

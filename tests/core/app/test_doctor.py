@@ -161,6 +161,14 @@ def test_without_services_a_sample_has_an_address_of_the_bridge() -> None:
     assert outward.packet.destination is None
 
 
+def test_the_uplink_of_a_node_that_is_a_container_is_no_pods() -> None:
+    uplink = UPLINK._replace(kind="veth", leads_elsewhere=True)
+    state = CLEAN._replace(**links(uplink))
+    assert pod_links(state) == [BRIDGE]
+    assert [sample.what for sample in samples(state, SERVICES)] == [
+        sample.what for sample in samples(CLEAN, SERVICES)]
+
+
 def test_a_node_without_a_way_out_has_no_samples() -> None:
     assert samples(CLEAN._replace(uplinks={}), None) == []
 
