@@ -48,11 +48,14 @@ def way(
     if case.is_typical and sent.origin is Origin.POD and arrives == towards(
             stand_in(Origin.OUTSIDE, question.node)):
         arrives = None  # The route to an example's address says nothing about pods.
+    mark: int | None = 1 << question.node.masquerade_bit if choice.masqueraded else 0
+    if mark and (translation is not Translation.RULES or where.address == sent.source):
+        mark = None  # Rules may know the hairpin by its addresses instead.
     packet = FilteredPacket(
         sent.family, sent.protocol, None if translation is Translation.RELAY else sent.source,
         where.address, where.port, arrives, _LOOPBACK if is_to_node else towards(where.address), *dialled,
         is_translated=translation is Translation.RULES and dialled != where, is_from_node=is_from_node,
-        is_to_node=is_to_node, mark=None if choice.masqueraded else 0)
+        is_to_node=is_to_node, mark=mark)
     if translation is Translation.VIRTUAL_SERVER:
         return _through_virtual_server(packet)
     found = [("output" if is_from_node else "prerouting", packet)]

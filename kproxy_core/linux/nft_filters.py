@@ -45,7 +45,7 @@ class FilteredPacket(NamedTuple):
     is_from_node: bool
     is_to_node: bool
     mark: int | None = 0
-    """At the first hook: chains may change it on the way."""
+    """At the first hook, behind the translation, which may set it. Chains may change it on the way."""
 
 
 class BaseChain(NamedTuple):
@@ -174,9 +174,11 @@ def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
                 continue
             if _is_of_service_proxy(chain.table):
                 continue
-            walk = _Walk(filters, chain, _seen_by(chain, packet._replace(mark=mark)))
+            seen = _seen_by(chain, packet._replace(mark=mark))
+            walk = _Walk(filters, chain, seen)
             found += walk.ends()
-            mark = walk.mark
+            if walk.mark != seen.mark:
+                mark = walk.mark
             if found and found[-1].is_certain:
                 return found
     return found
@@ -184,7 +186,9 @@ def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
 
 def _seen_by(chain: BaseChain, packet: FilteredPacket) -> FilteredPacket:
     if chain.hook in ("prerouting", "output") and chain.priority < DSTNAT:
-        return packet._replace(destination=packet.dialled, port=packet.dialled_port, is_translated=False)
+        return packet._replace(
+            destination=packet.dialled, port=packet.dialled_port, is_translated=False,
+            mark=None if packet.mark else packet.mark)
     return packet
 
 
@@ -596,6 +600,11 @@ class _Run:
                 return False
         return True
 
+    def _xt_rpfilter(self, revision: int, info: bytes) -> bool | None:
+        """The route back leads where the packet came from, as in `_fib`."""
+        (flags,) = struct.unpack_from("=B", info)
+        return None if self._packet.input is None else not flags & 8
+
     def _xt_mark(self, revision: int, info: bytes) -> bool | None:
         mark, mask, inverted = struct.unpack_from("=IIB", info)
         return None if self.mark is None else (self.mark & mask == mark) is not bool(inverted)
@@ -644,7 +653,8 @@ _STEPS: dict[str, Callable[[_Run, Attributes], None]] = {
 _MATCHES: dict[str, Callable[[_Run, int, bytes], bool | None]] = {
     "comment": lambda run, revision, info: True,
     "conntrack": _Run._xt_conntrack, "addrtype": _Run._xt_addrtype, "mark": _Run._xt_mark,
-    "tcp": _Run._xt_tcp, "udp": _Run._xt_udp,
+    "rpfilter": _Run._xt_rpfilter, "tcp": _Run._xt_tcp, "udp": _Run._xt_udp,
+    "rt": lambda run, revision, info: False,  # First packets have no routing header.
 }  # fmt: skip
 
 _COMPARED: dict[int, Callable[[bytes, bytes], bool]] = {

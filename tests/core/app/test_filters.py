@@ -84,6 +84,22 @@ def test_the_interface_of_an_example_is_not_known_without_a_route_to_pods() -> N
     assert {each.arrived_by for each in seen(Origin.OUTSIDE, "198.51.100.5", is_typical=True)} == {"eth0"}
 
 
+@pytest.mark.parametrize(("endpoint", "masqueraded", "translation", "mark"), [
+    ("198.51.100.5", False, RULES, 0), ("198.51.100.5", True, RULES, 0x4000), ("10.1.0.9", True, RULES, None),
+    ("198.51.100.5", True, VIRTUAL_SERVER, None),
+])  # fmt: skip
+def test_what_is_masqueraded_has_the_mark_of_kube_proxy(
+    endpoint: str, translation: Translation, mark: int | None, *, masqueraded: bool
+) -> None:
+    packet = Packet(
+        Origin.POD, parse_address("10.1.0.9"), parse_address("10.96.0.10"), Protocol.TCP, 80)
+    plans = known()
+    question = Question(packet, plans.node, None, None, frozenset({OWN}))
+    choice = EndpointShare(Destination(parse_address(endpoint), 8080), 1.0, masqueraded)
+    ((_, first), *_) = way(Case(question, plans, is_typical=False), choice, translation, towards)
+    assert first.mark == mark
+
+
 DROP = Drop("inet", "firewalld", "filter_FORWARD", 12, 7, False, None, True, ())
 
 

@@ -1,6 +1,7 @@
 """``kproxy doctor``: a network namespace for each hazard, and nothing found or changed in a clean one."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,13 @@ from typing import Any
 import click
 import pytest
 
+from kproxy_core.app.doctor import samples
 from kproxy_core.cli.doctor import as_text, examine, status_of
+from kproxy_core.linux.listed_filters import ListedFilters
+from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.linux.nft_filters import Drop, drops
+from kproxy_core.linux.node_state import read_node_state
 from tests.core.cli.test_cli import WEB
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, running
@@ -174,6 +181,46 @@ def test_each_hazard_is_found_with_evidence(name: str) -> None:
     assert finding["evidence"][: len(evidence)] == evidence
     assert finding["remedy"]
     assert name not in ("firewalld", "ufw", "Docker") or finding["what"].startswith(f"{name} ")
+
+
+FIREWALLS = Path(__file__).with_name("firewalls")
+"""Rules of Debian 12, as nft and iptables-save list them: firewalld 1.3.3 with both backends, ufw 0.36.2 and
+docker.io 20.10.24, none of them configured further."""
+
+
+def followed() -> list[Drop]:
+    """Return where the doctor's packets end, or may end."""
+    with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        filters = ListedFilters(sock)
+        return [drop for sample in samples(read_node_state(), None) for drop in drops(
+            filters, [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")])]
+
+
+@pytest.mark.parametrize(("program", "owner", "tables", "where", "ways"), [
+    ("firewalld.nft", "firewalld", ["inet firewalld"], "chain filter_FWD_public, rule 8", "directly"),
+    ("firewalld", "firewalld", ["ip filter", "ip6 filter"], "chain FWD_public, rule 8", "directly"),
+    ("ufw", "ufw", ["ip filter", "ip6 filter"], "chain FORWARD, its policy", "through Services and directly"),
+    ("docker", "Docker", ["ip filter"], "chain FORWARD, its policy", "through Services and directly"),
+])  # fmt: skip
+def test_firewalls_of_debian_are_understood(
+    program: str, owner: str, tables: list[str], where: str, ways: str
+) -> None:
+    with clean() as node:
+        node.ip("address add 2001:db8::1/64 dev uplink nodad", "route add default via 2001:db8::fe")
+        settings(node, "net.ipv6.conf.all.forwarding=1", "net.bridge.bridge-nf-call-ip6tables=1")
+        if program.endswith(".nft"):
+            node.nft((FIREWALLS / program).read_text())
+        for path in sorted(FIREWALLS.glob(f"{program}.ip*tables")):
+            node.run(f"{path.suffix[1:]}-nft-restore", stdin=path.read_text())
+        answer = node.inside(lambda: examine(None))
+        ends = node.inside(followed)
+    findings = [finding for finding in answer["findings"] if finding["check"] == "firewall"]
+    assert {finding["what"].partition(" ")[0] for finding in findings} == {owner}
+    assert sorted(re.sub("nft table (.*) (rejects|drops) .*", r"\1", finding["evidence"][0])
+                  for finding in findings) == [f"{table}, {where}" for table in tables]
+    assert all(line.endswith(f", {ways}") for finding in findings for line in finding["evidence"]
+               if line.startswith("new connections"))
+    assert [doubt for drop in ends for doubt in drop.doubts if doubt.startswith("match ")] == []
 
 
 @pytest.mark.parametrize("accepting", [

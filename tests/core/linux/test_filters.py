@@ -128,6 +128,9 @@ CASES = {
     "kinds of addresses": Case(iptables(
         "-A FORWARD -m addrtype --dst-type LOCAL -j DROP",
         "-A FORWARD -m addrtype ! --src-type LOCAL -j DROP"), ("FORWARD", 2)),
+    "the route back, by iptables": Case(
+        "*mangle\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -m rpfilter --validmark --invert -j DROP\n"
+        "-A PREROUTING -m rpfilter -j DROP\nCOMMIT\n", ("PREROUTING", 2)),
     "a mark of iptables": Case(iptables(
         "-A FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT", policy="DROP"), ("FORWARD", None)),
 }
