@@ -64,16 +64,20 @@ class Cluster:
         for node in self.nodes:
             self.wait(node.name, "wait", "node", node.name, "--for=condition=Ready", "--timeout=10s")
             self.kubectl("label", "node", node.name, f"topology.kubernetes.io/zone=zone-of-{node.name}")
-        self._start("dns", sys.executable, "-B", "-m", "tests.cluster.dns", str(self.kubeconfig))
-        self._start("load-balancer", sys.executable, "-B", "-m", "tests.cluster.load_balancer",
-                    str(self.kubeconfig), *(addresses(number)[0] for number in fabric.nodes))
-        self.kubectl("apply", "--validate=false", "-f", "-", stdin=_DNS % addresses(CONTROL_PLANE)[0])
+        self._start_own("dns")
+        self._start_own("load_balancer", *(addresses(number)[0] for number in fabric.nodes))
+        self.apply(_DNS % addresses(CONTROL_PLANE)[0])
 
     def kubectl(self, *arguments: str, stdin: str = "", timeout: float = _PATIENCE) -> str:
         """Return the output of kubectl. Raises CommandFailed."""
         return self.home.run(
             str(self.binaries / "kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments, stdin=stdin,
             timeout=timeout)
+
+    def apply(self, objects: str) -> None:
+        """Make the objects of a manifest, or change them to it. Raises CommandFailed."""
+        # Kubernetes built with another Go than its release may lack schemas.
+        self.kubectl("apply", "--validate=false", "-f", "-", stdin=objects)
 
     def shell(self) -> None:
         """Start a shell on the control plane, and wait for its end."""
@@ -97,6 +101,11 @@ class Cluster:
     def _start(self, name: str, *argv: str) -> None:
         log = self._stack.enter_context((self.directory / f"{name}.log").open("wb"))
         self._stack.callback(_end, self.home.start(argv, log))
+
+    def _start_own(self, module: str, *arguments: str) -> None:
+        """Start a program of this package."""
+        self._start(module, sys.executable, "-B", "-m", f"tests.cluster.{module}", str(self.kubeconfig),
+                    *arguments)  # fmt: skip
 
     def _sign(self, nodes: list[int]) -> None:
         issue = self._certificates.issue

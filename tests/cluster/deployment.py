@@ -58,9 +58,8 @@ def deploy(cluster: Cluster, mode: str) -> None:
     overlay = cluster.directory / f"kproxy-{mode}"
     overlay.mkdir(exist_ok=True)
     _write_overlay(overlay, mode)
-    # Kubernetes built with another Go than its release may lack schemas.
-    cluster.kubectl("apply", "--validate=false", "-k", str(overlay))
-    wait_until_ready(cluster)
+    cluster.apply(cluster.kubectl("kustomize", str(overlay)))
+    _wait_until_ready(cluster, "kproxy")
     nodes = json.loads(fleet(cluster, "status", "-o", "json"))["nodes"]
     if {node.get("mode") for node in nodes} != {mode}:
         raise RuntimeError(f"kproxy does not serve in {mode} mode: {nodes}")
@@ -69,19 +68,19 @@ def deploy(cluster: Cluster, mode: str) -> None:
 def deploy_kube_proxy(cluster: Cluster, mode: str) -> None:
     """Apply kube-proxy's DaemonSet with *mode*, and wait until its pods are ready on every node."""
     api = urlsplit(SERVER)
-    cluster.kubectl("apply", "--validate=false", "-f", "-", stdin=_KUBE_PROXY_OBJECTS % {
+    cluster.apply(_KUBE_PROXY_OBJECTS % {
         "image": KUBE_PROXY, "mode": mode, "pods": ",".join(PODS), "host": api.hostname, "port": api.port})
-    cluster.kubectl("-n", _NAMESPACE, "rollout", "status", "daemonset/kube-proxy", "--timeout=300s")
+    _wait_until_ready(cluster, "kube-proxy")
 
 
-def wait_until_ready(cluster: Cluster) -> None:
-    cluster.kubectl("-n", _NAMESPACE, "rollout", "status", "daemonset/kproxy", "--timeout=300s")
+def _wait_until_ready(cluster: Cluster, proxy: str) -> None:
+    cluster.kubectl("-n", _NAMESPACE, "rollout", "status", f"daemonset/{proxy}", "--timeout=300s")
 
 
 def restart(cluster: Cluster) -> None:
     """Replace every pod of kproxy, one after another."""
     cluster.kubectl("-n", _NAMESPACE, "rollout", "restart", "daemonset/kproxy")
-    wait_until_ready(cluster)
+    _wait_until_ready(cluster, "kproxy")
 
 
 def _write_overlay(directory: Path, mode: str) -> None:

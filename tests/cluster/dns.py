@@ -51,7 +51,7 @@ class Objects:
             found = list(self._of_service(asked, _labels(asked, _SERVICES)))
         elif asked.is_subdomain(_PODS):
             found = list(_of_pod(asked, _labels(asked, _PODS)))
-        elif asked.is_subdomain(_REVERSE[0]) or asked.is_subdomain(_REVERSE[1]):
+        elif any(asked.is_subdomain(zone) for zone in _REVERSE):
             found = list(self._of_address(asked))
         else:
             return [] if _SERVICES.is_subdomain(asked) or _PODS.is_subdomain(asked) else None

@@ -50,7 +50,7 @@ Target = tuple[Namespace, str, int]
 
 def serve(cluster: Cluster, agnhost: str) -> list[Target]:
     """Make a Service of six pods, and return who dials it how: each node, and a host outside."""
-    cluster.kubectl("apply", "--validate=false", "-f", "-", stdin=_OBJECTS % agnhost)
+    cluster.apply(_OBJECTS % agnhost)
     cluster.kubectl("rollout", "status", "deployment/web", "--timeout=300s")
     numbers = cluster.networks
     inside = [(network, ip, 80) for network in numbers.values() for ip in _CLUSTER_IPS]
