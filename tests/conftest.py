@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import rights
+
 hypothesis.settings.register_profile("kproxy", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("kproxy")
 
@@ -42,6 +44,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    rights.require(*rights.wanted_by(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Leave a test out that this process has no right to; in CI it has failed."""
+    report = yield
+    error = rights.refused_in(call.excinfo.value) if call.excinfo is not None else None
+    if error is not None and report.failed and not rights.CI:
+        path, line, _ = item.reportinfo()
+        report.outcome = "skipped"
+        report.longrepr = (str(path), (line or 0) + 1, str(error))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,9 @@
 """The demo of kproxy: real packets through Services to real endpoints, on a node in namespaces.
 
-``make demo`` runs this, or without root `examples.demo.rootless`. The exit status is 0 if every check
+``make demo`` runs this, or `examples.demo.rootless` where no namespaces can be made. The exit status is 0 if every check
 passed.
 """
 
-import os
 import shutil
 import signal
 import sys
@@ -16,7 +15,7 @@ from examples.demo import network, rootless, rows, terminal
 from examples.demo.network import NAMES
 from examples.demo.probes import Traffic, ask, dial, hear
 from examples.demo.proxy import EXAMPLES, Proxy, ProxyFailed
-from examples.demo.sandbox import SandboxError, enter
+from examples.demo.sandbox import SandboxError, enter, obstacle
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
 from kproxy_conformance.network.dialing import wait_until
@@ -195,8 +194,8 @@ def demo() -> int:
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if os.geteuid() != 0:
-            return rootless.demo()
+        if missing := obstacle():
+            return rootless.demo(missing)
         enter("examples.demo")
         return demo()
     except (SandboxError, ProxyFailed) as error:

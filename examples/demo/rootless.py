@@ -219,17 +219,18 @@ def what_it_says(proxy: Proxy, verdict: Verdict) -> None:
     terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB, without the relay processes")
 
 
-def demo() -> int:
-    """Run the demo, and return the exit status."""
+def demo(missing: str) -> int:
+    """Run the demo, and return the exit status. *missing*: why no namespaces can be made."""
     verdict = Verdict()
     here, servers = ThisMachine(), Servers()
     shop = Shop(own_address(), {})
     for pod in (*network.PODS, network.BANK):
         for port, given in servers.serve_at(shop.address, pod).items():
             shop.ports[pod.ipv4, port] = given
-    terminal.title("Without privileges")
-    terminal.aside("Without root there are no namespaces and no rules. The pods are servers here,\n"
-                   "and kproxy relays to them from its own ports. As root, the demo shows a node.")
+    terminal.title("On relays")
+    terminal.aside(f"No network namespaces can be made here ({missing}).\n"
+                   "The pods are servers on this machine, and kproxy relays to them from its own ports, without a rule.\n"
+                   "The whole demo needs CAP_SYS_ADMIN and CAP_NET_ADMIN, or: unshare -Urnm --map-root-user make demo")
     with TemporaryDirectory(prefix="kproxy-demo-") as directory:
         manifests = Path(directory, "shop")
         shop.write(manifests)

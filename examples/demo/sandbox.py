@@ -14,10 +14,22 @@ from collections.abc import Sequence
 from typing import IO, Protocol
 
 INSIDE = "--inside-the-sandbox"
+_ISOLATED = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class SandboxError(Exception):
     """The sandbox cannot be built on this machine; the message says what is missing."""
+
+
+def obstacle() -> str:
+    """Return why no sandbox can be made here; "" if one can. A container's root often may not make one."""
+    if INSIDE in sys.argv:
+        return ""
+    try:
+        done = subprocess.run([*_ISOLATED, "true"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{_ISOLATED[0]}: {error.strerror}"
+    return done.stderr.strip() or "unshare failed" if done.returncode else ""
 
 
 def enter(module: str) -> None:
@@ -26,10 +38,7 @@ def enter(module: str) -> None:
     *module* is what ``python -m`` is to start again. Raises SandboxError if that is not possible here.
     """
     if INSIDE not in sys.argv:
-        if os.geteuid() != 0:
-            raise SandboxError("network namespaces and packet filter rules need root: sudo make demo")
-        isolate = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        os.execvp("unshare", [*isolate, sys.executable, "-m", module, *sys.argv[1:], INSIDE])
+        os.execvp(_ISOLATED[0], [*_ISOLATED, sys.executable, "-m", module, *sys.argv[1:], INSIDE])
     sys.argv.remove(INSIDE)
     _mount("tmpfs", "/run")
     _mount("sysfs", "/sys")  # without the machine's cgroups and BPF programs

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kproxy_conformance.network.rights import MissingRight
 from tests.patience import PATIENCE
+from tests.rights import require
 
 _DETACH = 2
 """MNT_DETACH"""
@@ -28,7 +30,10 @@ def cgroup2_tree() -> Path:
 def new_cgroup() -> Iterator[Path]:
     """Yield a new child of the root cgroup, without processes. They have ended when the context is left."""
     made = cgroup2_tree() / f"kpt-{os.getpid()}-{next(_numbers)}"
-    made.mkdir()
+    try:
+        made.mkdir()
+    except OSError as error:
+        raise MissingRight("cgroups", error.strerror or str(error)) from error
     try:
         yield made
     finally:
@@ -46,6 +51,7 @@ def _is_populated(cgroup: Path) -> bool:
 @contextmanager
 def new_bpf_file_system(point: Path) -> Iterator[Path]:
     """Mount a BPF file system at the new directory *point*."""
+    require("BPF")
     point.mkdir()
     if _libc.mount(b"bpf", os.fsencode(point), b"bpf", 0, None):
         raise OSError(ctypes.get_errno(), f"no BPF file system at {point}")

@@ -3,6 +3,8 @@
 import stat
 from pathlib import Path
 
+from tests.rights import require
+
 NOBODY = 65534
 _CHECKOUT = Path(__file__).parents[2]
 _AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
@@ -21,7 +23,11 @@ exec "$@"
 
 
 def as_nobody(*command: str | Path) -> list[str]:
-    """Return *command* as nobody runs it. Of a directory closed to others, he sees the checkout only."""
+    """Return *command* as nobody runs it. Of a directory closed to others, he sees the checkout only.
+
+    Raises MissingRight where this process can't become another user.
+    """
+    require("other users")
     way = reversed(_CHECKOUT.parents)
     closed = next((each for each in way if not each.stat().st_mode & stat.S_IXOTH), None)
     if closed is None:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from kproxy_conformance.network.rights import MissingRight
+
 
 class NodeCgroup:
     """A cgroup (version 2) for the threads of this process that act as the node or one of its pods.
@@ -15,11 +17,14 @@ class NodeCgroup:
     """
 
     def __init__(self) -> None:
-        """Raises OSError where cgroups can't be made."""
+        """Raises MissingRight where cgroups can't be made."""
         self._root = _root()
         self._home = self._root / f"kproxy-test-{os.getpid()}"
         self.path = self._home / "node"
-        self.path.mkdir(parents=True)
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            raise MissingRight("cgroups", error.strerror or str(error)) from error
         _write(self.path / "cgroup.type", "threaded")
         _write(self._home / "cgroup.procs", os.getpid())
 
@@ -47,7 +52,7 @@ def _root() -> Path:
         _, where, kind = line.split()[:3]
         if kind == "cgroup2":
             return Path(where)
-    raise FileNotFoundError("no file system of type cgroup2 is mounted")
+    raise MissingRight("cgroups", "no file system of type cgroup2 is mounted")
 
 
 def _write(path: Path, value: object) -> None:

@@ -6,6 +6,7 @@ every host of a topology: a thread enters a namespace, creates the socket and le
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.rights import MissingRight
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
@@ -72,11 +74,14 @@ class Namespace:
     """A network namespace with its loopback up, deleted when it is closed and nothing runs in it."""
 
     def __init__(self, name: str, cgroup: NodeCgroup | None = None) -> None:
-        """*cgroup*: sockets of this namespace are created there. Raises OSError without privileges."""
+        """*cgroup*: sockets of this namespace are created there. Raises MissingRight, OSError."""
         self.name = name
         self._cgroup = cgroup
         with _current() as home:
-            _check(_LIBC.unshare(_CLONE_NEWNET))
+            try:
+                _check(_LIBC.unshare(_CLONE_NEWNET))
+            except PermissionError as error:
+                raise MissingRight("network namespaces", os.strerror(errno.EPERM)) from error
             try:
                 self._handle = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
                 for setting, value in _SETTINGS.items():
