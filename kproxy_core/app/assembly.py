@@ -363,7 +363,9 @@ class _Proxy:
         if self._privileged:
             observers += [
                 self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
-                ConnectionResets(self._families, self._connections_reset), self._endpoint_health,
+                ConnectionResets(
+                    self._families, self._connections_reset, relayed=self._relays.reset_connections),
+                self._endpoint_health,
             ]
         if key := self._config.kproxy.mode_from_node_label:
             observers.append(NodeLabel(key, lambda label: self._desired.set_label(label)))
@@ -533,6 +535,7 @@ class _Proxy:
         self._about.fallback = fallback
 
     def _mode_changed(self, instance: BackendInstance) -> None:
+        self._loop.post(partial(self._relays.settle, instance))
         if self._traffic is not None:
             layers = map(self._registry.layers, (self._about.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
