@@ -46,8 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
+def pytest_configure() -> None:
+    rights.provide_run()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    rights.require(*rights.wanted_by(item))
+    rights.require(*rights.needed_by(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

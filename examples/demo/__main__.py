@@ -1,7 +1,7 @@
 """The demo of kproxy: real packets through Services to real endpoints, on a node in namespaces.
 
-``make demo`` runs this, or `examples.demo.rootless` where no namespaces can be made. The exit status is 0 if every check
-passed.
+``make demo`` runs this, or `examples.demo.rootless` where no namespaces can be made. The exit status is 0 if
+every check passed.
 """
 
 import shutil

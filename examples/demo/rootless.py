@@ -229,8 +229,8 @@ def demo(missing: str) -> int:
             shop.ports[pod.ipv4, port] = given
     terminal.title("On relays")
     terminal.aside(f"No network namespaces can be made here ({missing}).\n"
-                   "The pods are servers on this machine, and kproxy relays to them from its own ports, without a rule.\n"
-                   "The whole demo needs CAP_SYS_ADMIN and CAP_NET_ADMIN, or: unshare -Urnm --map-root-user make demo")
+                   "The pods are servers on this machine, and kproxy relays to them without a rule.\n"
+                   "For the whole demo: CAP_SYS_ADMIN and CAP_NET_ADMIN, or unshare -Urnm make demo")
     with TemporaryDirectory(prefix="kproxy-demo-") as directory:
         manifests = Path(directory, "shop")
         shop.write(manifests)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.core.namespaces import Namespace
 from tests.patience import PATIENCE
+from tests.rights import program
 
 _PORT = 9515
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -106,6 +107,7 @@ class Browser:
 @contextmanager
 def browser(node: Namespace, directory: Path) -> Iterator[Browser]:
     """Yield a browser on *node*, which keeps its files in *directory*."""
+    program("chromedriver")
     driver = subprocess.Popen(
         ["ip", "netns", "exec", node.name, "chromedriver", f"--port={_PORT}"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -30,7 +30,7 @@ class Stages:
         if self._stage is None or self._mode != mode:
             self.close()
             directory = self._directory / mode
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)  # An earlier test may have failed here.
             if mode.endswith(LEGACY):
                 self._prefer_legacy(directory)
 

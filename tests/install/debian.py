@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kproxy_conformance.network.rights import MissingRight
+
 MAKE = Path(__file__).with_name("debian")
 TIMEOUT = 300.0
 """Seconds for one run of a program."""
@@ -53,7 +55,8 @@ class Debian:
 def release(suite: str) -> str:
     """Return the directory with the root file system of *suite*."""
     made = subprocess.run([MAKE, suite], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
+    if made.returncode:
+        raise MissingRight(f"Debian's {suite}", made.stderr.strip().splitlines()[-1])
     return made.stdout.strip()
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.install.debian import TIMEOUT, Debian, debian
+from tests.rights import download
 
 CHECKOUT = Path(__file__).parents[2]
 BINDING, ELSEWHERE = "/usr/lib/python3/dist-packages/nftables", "/opt/nftables"
@@ -65,12 +66,12 @@ def dependencies(python: str) -> Path:
         (scratch / "requirements.txt").write_text(wanted)
         machine = os.uname().machine
         platforms = [f"--platform={name}_{machine}" for name in ("manylinux2014", "manylinux_2_28")]
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-             "--only-binary=:all:", f"--python-version={python}", *platforms, f"--dest={scratch}",
-             f"--requirement={scratch / 'requirements.txt'}"],
-            check=True)  # fmt: skip
-        scratch.rename(kept)
+        try:
+            download(scratch, "--only-binary=:all:", f"--python-version={python}", *platforms,
+                     f"--requirement={scratch / 'requirements.txt'}")  # fmt: skip
+            scratch.rename(kept)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
 

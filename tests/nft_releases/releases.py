@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from kproxy_conformance.network.rights import MissingRight
+
 UNPACK = Path(__file__).with_name("unpack")
 TIMEOUT = 30.0
 """Seconds for one run of a program."""
@@ -30,7 +32,8 @@ class Release:
         """The directory with `nft` and `python3`, which finds the binding `nftables` of this release."""
         enter = ("nsenter", f"--net=/proc/{os.getpid()}/fd/{_MACHINE}")
         done = subprocess.run([*enter, UNPACK, self.suite], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        if done.returncode:
+            raise MissingRight(f"nft of {self.suite}", done.stderr.strip().splitlines()[-1])
         return Path(done.stdout.strip())
 
     @property
