@@ -12,8 +12,9 @@ import pytest
 
 from tests import rights
 
-hypothesis.settings.register_profile("kproxy", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.load_profile("kproxy")
+hypothesis.settings.register_profile("all", deadline=None, derandomize=rights.CI)
+hypothesis.settings.register_profile("some", deadline=None, derandomize=rights.CI, max_examples=25)
+hypothesis.settings.load_profile("some")
 
 GUESTS_AT_A_TIME = 1
 """Of one session: each keeps a processor busy, and lanes with guests run side by side."""

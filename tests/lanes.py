@@ -1,8 +1,10 @@
-"""Run lanes of tests side by side: ``python -m tests.lanes [LANE...]``; `make check` and `make test` do.
+"""Run lanes of tests side by side: ``python -m tests.lanes VERB [LANE...]``, as `make VERB LANE=...` does.
 
-A lane is a process with an own log, because most of what tests do with packets is waiting. Progress is
-printed as lanes start, move on and end; the last line is ``N passed, N failed``. The exit status is 1 if
-anything failed.
+The verbs are ``check``, ``test``, ``gate`` and, for every test, ``all``. A lane is a process with an own log,
+because most of what tests do with packets is waiting. Progress is printed as lanes start, move on and end.
+Rights that are missing on this machine follow, each with the number of tests that it costs. The last line is
+``N passed, N failed``, with ``, N skipped`` if it is not 0. The exit status is 1 if anything failed; in CI
+(`tests.rights.CI`) a test that did not run has failed.
 """
 
 import compileall
@@ -13,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kproxy_conformance.network.patience import PATIENCE, patience
+from tests.rights import CI
 
 CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
@@ -40,6 +43,7 @@ _CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"
+_BACKENDS = "tests/kit/test_backends.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Lane:
     """For pytest; another program with its arguments if *is_program*."""
     is_program: bool = False
     in_a_guest: bool = False
+    repeats: bool = False
+    """Its tests are in other lanes, too: it plays them with other options."""
 
     def command(self) -> list[str]:
         if self.is_program:
@@ -68,52 +74,63 @@ def _program(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def _scenarios(mode: str, parts: int) -> list[Lane]:
-    """Return the lanes for the scenarios of *mode*, which are divided into *parts*."""
-    selected = ("tests/conformance", "-k", _of_a_mode(mode))
+def _scenarios(mode: str, *families: str, parts: int = 1) -> list[Lane]:
+    """Return the lanes for the scenarios of *mode* in *families*, which are divided into *parts*."""
+    selected = ("tests/conformance", "-k", _of_a_mode(mode, families=families))
     return [Lane(mode, (*selected, f"--part={part}/{parts}")) for part in range(1, parts + 1)]
 
 
-def _of_a_mode(*modes: str) -> str:
+def _of_a_mode(*modes: str, families: Sequence[str] = ("ipv4", "ipv6")) -> str:
     """Return the expression for pytest that selects the tests of *modes* by their ids."""
-    return " or ".join(f"{mode}-{family}" for mode in modes for family in ("ipv4", "ipv6"))
+    return " or ".join(f"{mode}-{family}" for mode in modes for family in families)
+
+
+def _parts(name: str, number: int, *arguments: str) -> list[Lane]:
+    return [Lane(name, (*arguments, f"--part={part}/{number}")) for part in range(1, number + 1)]
 
 
 LINT = (
     Lane("lint", (_program("ruff"), "check", *_CODE), is_program=True),
     Lane("types", (_program("mypy"), *_CODE), is_program=True),
 )
-ALL = (
+TEST = (
+    *_parts("core", 4, "tests/core"),
+    *_parts("plugins", 2, "tests/plugins", *_NOT_IN_A_GUEST),
+    *LINT,
+    Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
+    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
+    Lane("kit", ("tests/kit", f"--ignore={_BACKENDS}", *_NOT_IN_A_GUEST)),
+    *_scenarios("nftables", "ipv4", "ipv6", parts=2),
+    *_scenarios("iptables", "ipv4"),
+    *_scenarios("userspace", "ipv4"),
+    *_scenarios("ebpf", "ipv4"),
+    Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
+    Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",
+                  "tests/environments", *_NOT_IN_A_GUEST, "-k", f"not ({_of_a_mode(*_MODES)})")),
+    Lane("fleet", ("tests/fleet",)),
+    Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
+)  # fmt: skip
+"""What a change may break; those that take longest come first."""
+GATE = (
     Lane("ipvs", ("tests/plugins/ipvs", "tests/kit", "-m", "in_a_guest"), in_a_guest=True),
     Lane("guest", ("tests/switch", "tests/leftovers", "tests/guest", "tests/shortage", "tests/deploy",
                    "tests/plugins/nftables", "-m", "in_a_guest"),
          in_a_guest=True),
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
-    *LINT,
     Lane("install", ("tests/install",)),
     Lane("soak", ("tests/soak",)),
-    Lane("core", ("tests/core", "--part=2/2")),
-    Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
-    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST, "--part=1/2")),
-    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST, "--part=2/2")),
-    Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
-    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
-    Lane("core", ("tests/core", "--part=1/2")),  # pytest has compiled these tests by then
-    *_scenarios("iptables", 2),
-    *_scenarios("userspace", 1),
-    *_scenarios("iptables-legacy", 1),
-    Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
-    Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",
-                  *_NOT_IN_A_GUEST, "-k", f"not ({_of_a_mode(*_MODES)})")),
-    *_scenarios("nftables-through-api", 1),
-    *_scenarios("nftables", 2),
-    *_scenarios("ebpf", 2),
-    Lane("fleet", ("tests/fleet",)),
-    Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
+    Lane("kit", (_BACKENDS, *_NOT_IN_A_GUEST)),
+    Lane("examples", ("tests/core", "tests/plugins", "-m", "hypothesis", "--hypothesis-profile=all"),
+         repeats=True),
+    *_scenarios("iptables-legacy", "ipv4", "ipv6"),
+    *_scenarios("nftables-through-api", "ipv4", "ipv6"),
+    *_scenarios("iptables", "ipv6"),
+    *_scenarios("userspace", "ipv6"),
+    *_scenarios("ebpf", "ipv6"),
     Lane("browser", ("tests/browser",)),
 )  # fmt: skip
-"""Every test, in one lane each; those that take longest come first."""
+"""What a change rarely breaks, or only a guest's kernel can play: what is missing for every test to run."""
 CHECK = (
     *LINT,
     *(Lane("nftables", ("tests/conformance", "-k", "test_scenario and nftables-ipv4", f"--part={part}/3"))
@@ -170,10 +187,19 @@ class Run:
         rows = [re.sub(r" *\[ *\d+%\]$", "", line) for line in self._lines()]
         return f"{self.lane.name} at {sum(len(row) for row in rows if re.fullmatch('[.FEs]+', row))}"
 
+    def missing_rights(self) -> Counter[str]:
+        """Return how many tests were left out for each missing right."""
+        found: Counter[str] = Counter()
+        for line in self._lines():
+            if match := re.match(r"SKIPPED \[(\d+)\] .*?: needs (.*)", line):
+                found[match[2]] += int(match[1])
+        return found
+
     def report(self) -> None:
-        passed, failed = self.tally["passed"], self.tally["failed"]
+        passed, failed, skipped = (self.tally[each] for each in ("passed", "failed", "skipped"))
         times = f"{self.seconds:6.0f} s {self.cpu:6.0f} s of CPU"
-        print(f"{self.lane.name:22}{passed:5} passed {failed:3} failed {times}", flush=True)
+        left_out = f" {skipped:3} skipped" if skipped else ""
+        print(f"{self.lane.name:22}{passed:5} passed {failed:3} failed{left_out} {times}", flush=True)
         if failed:
             print("\n".join(self._lines()), flush=True)
 
@@ -182,11 +208,15 @@ class Run:
             print(f"{self.lane.name} failed:", *self._lines()[-REPEATED:], sep="\n", flush=True)
 
 
-def tally_of(summary: str) -> Counter[str]:
-    """Return how many tests passed and failed by pytest's last line; one that did not run has failed."""
+def tally_of(summary: str, *, every: bool = CI) -> Counter[str]:
+    """Return how many tests passed, failed and were skipped by pytest's last line.
+
+    *every*: one that did not run has failed.
+    """
     tally: Counter[str] = Counter()
     for number, what in re.findall(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)", summary):
-        tally["passed" if what == "passed" else "failed"] += int(number)
+        kind = what if what == "passed" or (what == "skipped" and not every) else "failed"
+        tally[kind] += int(number)
     return tally
 
 
@@ -251,6 +281,9 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
             if each.process is not None:
                 each.process.terminate()
                 each.process.wait()
+    rights = sum((each.missing_rights() for each in ended), Counter[str]())
+    for right, number in rights.most_common():
+        print(f"{number} tests left out: {right}")
     slowest = max(ended, key=lambda each: each.seconds)
     cpu = sum(each.cpu for each in ended)
     took = time.monotonic() - began
@@ -271,21 +304,27 @@ def guest_is_available() -> bool:
     return done.returncode == 0
 
 
+VERBS: Mapping[str, tuple[Lane, ...]] = {"check": CHECK, "test": TEST, "gate": GATE, "all": (*TEST, *GATE)}
+
+
 def main() -> int:
-    names = sys.argv[1:]
-    lanes = CHECK if names == ["check"] else [lane for lane in ALL if not names or lane.name in names]
+    verb, *names = sys.argv[1:]
+    lanes = [lane for lane in VERBS[verb] if not names or lane.name in names]
     if not lanes:
-        known = dict.fromkeys(["check", *(lane.name for lane in ALL)])
-        sys.exit(f"no such lane; known are {', '.join(known)}")
-    missing = 0
+        elsewhere = [each for each, others in VERBS.items() if names[0] in {lane.name for lane in others}]
+        known = dict.fromkeys(lane.name for lane in VERBS[verb])
+        hint = f"make {elsewhere[0]} LANE={names[0]}" if elsewhere else f"known are {', '.join(known)}"
+        sys.exit(f"make {verb} has no such lane: {hint}")
+    unplayed = 0
     if any(lane.in_a_guest for lane in lanes) and not guest_is_available():
+        unplayed = sum(lane.in_a_guest for lane in lanes)
         lanes = [lane for lane in lanes if not lane.in_a_guest]
-        missing = 1 if "CI" in os.environ or not lanes else 0
     directory = Path(tempfile.mkdtemp(prefix="kproxy-lanes-"))
     tally = run(lanes, directory) if lanes else Counter[str]()
-    failed = tally["failed"] + missing
-    print(f"{tally['passed']} passed, {failed} failed")
-    return 1 if failed else 0
+    tally["failed" if CI or not lanes else "skipped"] += unplayed
+    skipped = f", {tally['skipped']} skipped" if tally["skipped"] else ""
+    print(f"{tally['passed']} passed, {tally['failed']} failed{skipped}")
+    return 1 if tally["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.lanes import ALL, CHECKOUT, Lane
+from tests.lanes import CHECKOUT, GATE, TEST, Lane
 
 
 class Selection:
@@ -34,8 +34,8 @@ class Selection:
         for item in items:
             if isinstance(item, pytest.Function) and item.get_closest_marker("in_a_guest"):
                 self.checks.update(getattr(item.module, "CHECKS", ()))
-        for lane in ALL:
-            for item in [] if lane.is_program else _selected(lane, session, config, items):
+        for lane in (*TEST, *GATE):
+            for item in [] if lane.is_program or lane.repeats else _selected(lane, session, config, items):
                 self.lanes[item.nodeid].append(lane.name)
         items.clear()
 

@@ -1,23 +1,33 @@
-"""The lanes of `make test` leave no test out."""
+"""The lanes of `make test` and `make gate` leave no test out."""
 
 import json
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
+
+import pytest
 
 from tests.conformance.test_conformance import MODES
-from tests.lanes import ALL, tally_of
+from tests.lanes import GATE, TEST, tally_of
+from tests.rights import NEEDS
 from tests.rooms.modules import CHECKOUT
 from tests.rooms.pure import is_pure
 
 
 def test_every_mode_has_a_lane() -> None:
-    assert set(MODES) <= {lane.name for lane in ALL}
+    assert set(MODES) <= {lane.name for lane in (*TEST, *GATE)}
 
 
-def test_every_test_is_in_one_lane() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The lanes of every test."""
     command = [sys.executable, "-m", "tests.rooms.selection"]
-    found = json.loads(subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True).stdout)
+    done = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def test_every_test_is_in_one_lane(found: dict[str, Any]) -> None:
     assert {test: lanes for test, lanes in found["lanes"].items() if len(lanes) != 1} == {}
     modules = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "tests").rglob("test_*.py")}
     assert modules == {test.partition("::")[0] for test in found["lanes"]}
@@ -28,8 +38,15 @@ def test_every_test_is_in_one_lane() -> None:
 
 def test_a_test_that_is_left_out_fails_its_lane() -> None:
     assert tally_of("1 failed, 2 passed, 3 deselected in 1.00s") == Counter(passed=2, failed=1)
-    assert tally_of("4 passed, 3 skipped, 2 xfailed, 1 error in 1.00s") == Counter(passed=4, failed=6)
+    summary = "4 passed, 3 skipped, 2 xfailed, 1 error in 1.00s"
+    assert tally_of(summary, every=True) == Counter(passed=4, failed=6)
+    assert tally_of(summary, every=False) == Counter(passed=4, failed=3, skipped=3)
     assert tally_of("no tests ran in 0.01s") == Counter()
+
+
+def test_rights_are_those_of_tests_that_exist(found: dict[str, Any]) -> None:
+    for start in NEEDS:
+        assert any(test.startswith(start) for test in found["lanes"]), start
 
 
 def test_pure_modules_are_those_that_start_nothing_themselves_or_by_an_import() -> None:
