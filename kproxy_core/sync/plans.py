@@ -1,6 +1,6 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from kproxy_core.contract.values import Scope, Update
@@ -42,6 +42,34 @@ class HealthCheck(NamedTuple):
     """Distinct addresses of endpoints on this node that are ready, or the last resort."""
 
 
+class Programmed(Mapping[ServicePortKey, ServicePlan]):
+    """All plans, but those of some service ports as they were. Costs what these are, not what all are."""
+
+    def __init__(
+        self, plans: Mapping[ServicePortKey, ServicePlan], others: Mapping[ServicePortKey, ServicePlan | None]
+    ) -> None:
+        """*others* replace *plans*; None: absent."""
+        self._plans = plans
+        self._others = others
+        self._length = len(plans) + sum(
+            (plan is not None) - (key in plans) for key, plan in others.items())
+
+    def __getitem__(self, key: ServicePortKey) -> ServicePlan:
+        if key not in self._others:
+            return self._plans[key]
+        plan = self._others[key]
+        if plan is None:
+            raise KeyError(key)
+        return plan
+
+    def __iter__(self) -> Iterator[ServicePortKey]:
+        yield from (key for key in self._plans if key not in self._others)
+        yield from (key for key, plan in self._others.items() if plan is not None)
+
+    def __len__(self) -> int:
+        return self._length
+
+
 class FamilyPlans:
     """Plans changes and remembers them until `acknowledge`. One thread, no I/O.
 
@@ -67,6 +95,8 @@ class FamilyPlans:
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
+        self._withheld: Set[ServicePortKey] = frozenset()
+        self._reconsidered: set[ServicePortKey] = set()
         self._dirty: set[ServiceName] = set()
         self._again: Agenda[ServiceName] = Agenda()
         self._quarantined: Quarantined = {}
@@ -196,11 +226,40 @@ class FamilyPlans:
     @property
     def differs(self) -> bool:
         """A plan is not acknowledged, or could not be served."""
-        return bool(self._before) or bool(self.unserved) or self.node_changed
+        return self.node_changed or not all(
+            key in self._withheld for keys in (self._before, self.unserved) for key in keys)
+
+    @property
+    def differing(self) -> Set[ServicePortKey]:
+        """The service ports whose plans are not acknowledged."""
+        return self._before.keys()
+
+    def withhold(self, keys: Set[ServicePortKey]) -> None:
+        """Leave the changes of *keys* out of updates from now on: the backend has their acknowledged plans.
+
+        What is acknowledged of those that do not differ counts as lost.
+        """
+        self._withheld = keys
+        for key in keys - self._before.keys():
+            self._before[key] = None
+
+    def take_reconsidered(self) -> Set[ServicePortKey]:
+        """Return the withheld service ports whose plans have changed since the last call."""
+        taken, self._reconsidered = self._reconsidered, set()
+        return taken
 
     def update(self, scope: Scope) -> Update:
-        changed = {key: self.plans.get(key) for key in (*self._before, *self.unserved)}
-        return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
+        withheld, plans = self._withheld, self.plans
+        changed = {key: plans.get(key) for key in (*self._before, *self.unserved) if key not in withheld}
+        programmed = Programmed(plans, {key: self._held(key) for key in withheld}) if withheld else plans
+        return Update(self.family, scope, self.node, changed, programmed, self.node_changed)
+
+    def _held(self, key: ServicePortKey) -> ServicePlan | None:
+        """Return the acknowledged plan of a withheld service port, unless another has its frontends now."""
+        plan = self._before.get(key)
+        if plan is None or any(self._claims.holder(each) not in (None, key) for each in plan.frontends()):
+            return None
+        return plan
 
     def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
         """Record that the last update is done, except for *unserved*, which is part of the next one.
@@ -208,9 +267,10 @@ class FamilyPlans:
         Return the changes since the last acknowledgement.
         """
         self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
-        steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
+        steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()
+                 if key not in self._withheld]
         self._health_checked.update(key.service for key in self.unserved.keys() | unserved.keys())
-        self._before = {}
+        self._before = {key: self._before[key] for key in self._withheld if key in self._before}
         self.unserved = dict(unserved)
         self.node_changed = False
         return steps
@@ -363,6 +423,8 @@ class FamilyPlans:
             self._health_checked.add(key.service)
         if known == plan:
             return
+        if key in self._withheld:
+            self._reconsidered.add(key)
         if plan is None:
             del self.plans[key]
         else:

@@ -149,8 +149,8 @@ def test_a_table_that_another_process_changed_is_written_anew(lab: Lab) -> None:
 @pytest.mark.parametrize("damage", [
     "add element {} removed { * }",
     "add chain {} x { type filter hook forward priority 0; }; add rule {} x meta mark 7 jump { drop; }",
-    "add counter {} x; insert rule {} forward counter name x drop",
-    "flush chain {} forward; flush chain {} input; flush chain {} output; delete set {} removed; "
+    "add counter {} x; insert rule {} prerouting counter name x drop",
+    "flush chain {} prerouting; flush chain {} output; flush chain {} reset-client; delete set {} removed; "
     "add set {} removed { type mark; }; add element {} removed { 7 }",
 ])  # fmt: skip
 def test_whatever_another_process_puts_into_the_table_is_removed(lab: Lab, damage: str) -> None:
