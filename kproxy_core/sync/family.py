@@ -10,7 +10,6 @@ from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.endpoints import MOST_DESTINATIONS
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.isolation import Isolation
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
@@ -148,7 +147,7 @@ class FamilySync:
                 logging.ERROR if slices else logging.INFO,
                 "endpoints beyond the limit are not used" if slices else "all endpoints are used again",
                 extra={"fields": {
-                    "service": str(service), "limit": MOST_DESTINATIONS, "slices_not_used": slices}})
+                    "service": str(service), "limit": self.plans.limit(service), "slices_not_used": slices}})
         self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
         is_told = self._isolation.unserved.keys() <= self.plans.unserved.keys()
         if scope is Scope.CHANGED and is_told and not self.plans.differs and not self._degraded:
