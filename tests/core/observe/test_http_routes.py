@@ -210,7 +210,7 @@ def by_web(path: str, method: str = "GET", **fields: str) -> int:
     pages = {"/debug/kproxy/services.json": lambda _: Answer(200, b"{}")}
     routes = server(names=frozenset({"node-1", "node-1.example.com"}),
                     debug=Debug(changes.append).handlers | pages)  # fmt: skip
-    answer = routes(Request(method, path, "", body=b"7", **fields))  # type: ignore[arg-type]
+    answer = routes(Request(method, path, "", body=b"7", **fields))
     assert isinstance(answer, Answer)
     assert bool(changes) == (method == "PUT" and answer.status == 200)
     return answer.status
