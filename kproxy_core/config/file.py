@@ -373,4 +373,5 @@ def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Probl
     index = re.fullmatch(r"\[(\d+)\]", where)
     if index and isinstance(value, list):
         value = value[int(index[1])]
-    return Problem(path + where, value, text.replace("Expected object", "Expected a mapping").replace(" | null", ""))
+    text = text.replace("Expected object", "Expected a mapping").replace(" | null", "")
+    return Problem(path + where, value, text)
