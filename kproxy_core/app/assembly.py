@@ -77,6 +77,7 @@ from kproxy_core.observe.server import HttpServer
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.endpoint_health import EndpointHealth
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
+from kproxy_core.sync.isolation import UnservedServices
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.node_port_relays import NodePortRelays, by_timer
@@ -304,6 +305,7 @@ class _Proxy:
         self._server = HttpServer()
         self._traffic = make_recorder(config, families, instance, self._metrics)
         self._history = SyncHistory() if config.enable_profiling else None
+        self._unserved = UnservedServices(partial(self._events.report_service, "FailedToProgram"))
         self._endpoint_health = EndpointHealth(self._quarantine, partial(
             self._events.report_service, "EndpointInQuarantine", action="ChooseEndpoints"),
             count_refusals=config.kproxy.count_refusals)
@@ -327,7 +329,7 @@ class _Proxy:
         self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [
             *self._switch.instance.measure(), self._retiring.measure(), self._relays.measure(),
-            registry.calls.measure(), self._endpoint_health.measure()])
+            registry.calls.measure(), self._endpoint_health.measure(), self._unserved.measure()])
         self._answers = cache(self._make_answers)
         self._overview = cache(self._make_overview)
         self._failures: list[str] = []
@@ -367,11 +369,13 @@ class _Proxy:
         if self._privileged:
             observers += [
                 self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
-                ConnectionResets(self._families, self._connections_reset), self._endpoint_health,
+                ConnectionResets(
+                    self._families, self._connections_reset, relayed=self._relays.reset_connections),
+                self._endpoint_health,
             ]
         if key := self._config.kproxy.mode_from_node_label:
             observers.append(NodeLabel(key, lambda label: self._desired.set_label(label)))
-        observers.append(preparation.FreedMemory())
+        observers += [self._unserved, preparation.FreedMemory()]
         return observers
 
     def _quarantine(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
@@ -537,6 +541,7 @@ class _Proxy:
         self._about.fallback = fallback
 
     def _mode_changed(self, instance: BackendInstance) -> None:
+        self._loop.post(partial(self._relays.settle, instance))
         if self._traffic is not None:
             layers = map(self._registry.layers, (self._about.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)

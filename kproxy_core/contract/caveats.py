@@ -56,6 +56,15 @@ def of_removed_endpoints(update: Update) -> Iterator[Caveat]:
             yield Caveat("SCTP connections to removed endpoints are not reset", plan.key)
 
 
+def of_budget(update: Update) -> Iterator[Caveat]:
+    """Yield the service ports whose hash or weights would take too many elements, in any mode."""
+    for plan in sorted_plans(update):
+        if plan.is_over_budget:
+            yield Caveat(
+                "a hash or weights at so many ports and addresses take too much of the node: the choice is "
+                "rounded, or left to chance", plan.key, lost=False)
+
+
 def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:
     """Yield the caveat of a mode that handles only the Services' own ports of their ClusterIPs."""
     if any(plan.cluster_ip is not None for plan in update.plans.values()):

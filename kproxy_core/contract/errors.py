@@ -1,7 +1,10 @@
 """The errors that a backend raises. The sync loop distinguishes them by type and never parses a message."""
 
+from collections.abc import Collection
+
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
 
 
 class BackendError(Exception):
@@ -11,8 +14,14 @@ class BackendError(Exception):
 class SyncFailed(BackendError):
     """The kernel refused an update as a whole, and the backend remembers nothing of it.
 
-    The loop retries the same changes after a growing delay.
+    The loop retries the same changes after a growing delay. If service ports are the cause, it syncs without
+    them, and tries them again later: those that the error names, else those that it finds by halves.
     """
+
+    def __init__(self, *args: object, service_ports: Collection[ServicePortKey] = ()) -> None:
+        """*service_ports*: the only ones that could not be programmed; (): unknown."""
+        super().__init__(*args)
+        self.service_ports = frozenset(service_ports)
 
 
 class TrustLost(SyncFailed):

@@ -4,18 +4,15 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
-import kproxy_core
-from kproxy_core.linux import packages
+from kproxy_core.linux import packages, process
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Directory with the token and the CA that the kubelet mounts into a pod."""
@@ -74,12 +71,9 @@ class Load:
 
         Raises OSError.
         """
-        # The import path is not passed in the environment, which a plugin inherits: it may be Python too.
-        path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
-        program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.kube.loader import main; main()"
         # In a session of its own, so that a plugin is killed with it.
         self._child = subprocess.Popen(
-            [sys.executable, "-S", "-c", program, master, kubeconfig, service_account],
+            process.interpreter("kproxy_core.kube.loader", master, kubeconfig, service_account),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
     def result(self, timeout: float = LOAD_SECONDS) -> Loaded:

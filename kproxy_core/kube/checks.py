@@ -1,6 +1,7 @@
 """Checks of Forwards' endpoints from this node: a source whose slices say which endpoints are ready.
 
-One thread makes all checks, without blocking: hundreds of endpoints cost it a fraction of a processor.
+One thread makes all checks, without blocking: hundreds of endpoints cost it a fraction of a processor. An
+endpoint of many Forwards is checked once for all that ask for the same check.
 """
 
 import enum
@@ -9,12 +10,13 @@ import heapq
 import logging
 import os
 import re
+import resource
 import select
 import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from copy import copy
+from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -29,8 +31,12 @@ from kproxy_core.model.service import Check, Destination, EndpointSlice, Service
 
 log = logging.getLogger("kproxy.checks")
 
-_MOST_AT_ONCE = 256
+_MOST_AT_ONCE = 4096
 """Limit for the checks that wait for an answer, each with a socket."""
+_OTHER_DESCRIPTORS = 256
+"""Descriptors that checks leave to the rest of the process."""
+_LONGEST_HOLD = 1.5
+"""Longest time in seconds for which a start waits for first checks: silent endpoints must not delay it."""
 _SHORTAGES = frozenset({
     errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EADDRNOTAVAIL})
 """Errors of this machine, which say nothing about an endpoint."""
@@ -47,7 +53,7 @@ class Group(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An endpoint that is checked."""
+    """An endpoint of a group."""
 
     group: Group
     where: Destination
@@ -56,6 +62,13 @@ class Target(NamedTuple):
     def fields(self) -> dict[str, str]:
         """Return its names for logs and metrics."""
         return {"forward": self.group.service.name, "endpoint": format_socket(*self.where)}
+
+
+class Server(NamedTuple):
+    """What is checked: an endpoint of any number of groups, in one way."""
+
+    where: Destination
+    check: Check
 
 
 class Use(enum.Enum):
@@ -70,12 +83,9 @@ class Checked(Struct):
     """What is known about a target."""
 
     check: Check
-    verdict: Verdict = Verdict()
     use: Use = Use.USED
     because: str = ""
-    """Why its last check failed; "": it did not."""
-    turn: int = 0
-    """Number of its next or current check: results and dates with another number are out of date."""
+    """Why its checks fail; "": they do not."""
     successes: int = 0
     failures: int = 0
     impossible: int = 0
@@ -86,6 +96,22 @@ class Checked(Struct):
         return self.use is Use.LEFT_OUT
 
 
+class _State(Struct):
+    """What is known about a server."""
+
+    groups: dict[Group, None] = {}
+    verdict: Verdict = Verdict()
+    because: str = ""
+    """Why its last check that failed did; "": it works."""
+    turn: int = 0
+    """Number of its next or current check: results and dates with another number are out of date."""
+    has_answered: bool = False
+    """It answered its last check, or failed for the first time since it did: its check is urgent."""
+    successes: int = 0
+    failures: int = 0
+    impossible: int = 0
+
+
 class _Members(Struct):
     """The checked slices of a group, and their endpoints."""
 
@@ -93,7 +119,8 @@ class _Members(Struct):
     """As the source has delivered them."""
     passed: dict[SliceName, EndpointSlice] = {}
     """As they were passed on."""
-    checked: dict[Destination, Checked] = {}
+    servers: dict[Destination, Server] = {}
+    uses: dict[Destination, Use] = {}
     failing: dict[Destination, None] = {}
     """Those whose checks fail, in the order in which that began."""
 
@@ -101,15 +128,16 @@ class _Members(Struct):
 class _Probe:
     """One check that waits for an answer. Non-blocking."""
 
-    def __init__(self, target: Target, turn: int, check: Check, now: float) -> None:
+    def __init__(self, server: Server, turn: int, now: float, *, is_urgent: bool) -> None:
         """Start it. Raises OSError."""
-        self.target = target
+        self.server = server
         self.turn = turn
-        self.check = check
+        self.is_urgent = is_urgent
         self.started = now
-        self.ends = now + patience(check.every)
+        self.ends = now + patience(server.check.every)
+        self.has_ended = False
         self._answer = b""
-        address, port = target.where
+        address, port = server.where
         self._socket = socket.socket(family_of(address).af, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         error = self._socket.connect_ex((format_address(address), port))
         if error not in (0, errno.EINPROGRESS):
@@ -121,6 +149,7 @@ class _Probe:
         return self._socket.fileno()
 
     def close(self) -> None:
+        self.has_ended = True
         self._socket.close()
 
     def proceed(self) -> str | None:
@@ -132,7 +161,7 @@ class _Probe:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error))
-            if not self.check.path:
+            if not self.server.check.path:
                 return ""
             self._socket.send(self._request())  # fits into the buffer of a new socket
             self.awaits = select.EPOLLIN
@@ -146,20 +175,23 @@ class _Probe:
         return None
 
     def _request(self) -> bytes:
-        host = format_socket(*self.target.where)
-        return (f"GET {self.check.path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: kproxy\r\n"
+        host = format_socket(*self.server.where)
+        return (f"GET {self.server.check.path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: kproxy\r\n"
                 "Accept: */*\r\nConnection: close\r\n\r\n").encode("ascii")  # fmt: skip
 
 
-_Result = tuple[Target, int, float, str]
-"""A target, the turn of its check, when that began, and why it failed; "": it did not."""
+_Result = tuple[Server, int, float, str]
+"""A server, the turn of its check, when that began, and why it failed; "": it did not."""
 
 
 class CheckedSource:
     """Passes on the events of another source, with the endpoints of checked slices as their checks say.
 
     `Complete` is passed on once every endpoint known then has been checked once, so that a start does not
-    use an endpoint that was left out before.
+    use an endpoint that was left out before; silent endpoints hold it up for `_LONGEST_HOLD` at most.
+
+    Checks of endpoints that answer precede those of endpoints that do not, which have at most half of all
+    sockets: silent endpoints delay no other's check.
     """
 
     _epoll: select.epoll
@@ -173,15 +205,25 @@ class CheckedSource:
         """Guards what both the source's thread and that of the checks use."""
         self._groups: dict[Group, _Members] = {}
         self._group_of: dict[SliceName, Group] = {}
-        self._unknown: set[Target] = set()
+        self._servers: dict[Server, _State] = {}
+        self._unknown: set[Server] = set()
         """Those that were not checked yet."""
         self._held: list[Event] = []
         """`Complete` events that wait for first checks."""
-        self._due: list[tuple[float, int, Target]] = []
-        """A heap of the next checks: when (monotonic seconds), and their turn."""
+        self._held_until = 0.0
+        """Monotonic seconds."""
+        self._urgent: list[tuple[float, int, Server]] = []
+        """A heap of the next checks of servers that answer: when (monotonic seconds), and their turn."""
+        self._others: list[tuple[float, int, Server]] = []
+        """The same of all others."""
         self._turns = count(1)
         self._probes: dict[int, _Probe] = {}
-        """Checks that wait for an answer, by descriptor. Only the thread of the checks uses it."""
+        """Checks that wait for an answer, by descriptor. Only their thread uses it and the next two."""
+        self._ends: list[tuple[float, int, _Probe]] = []
+        """A heap of their ends, and of those of checks that have ended."""
+        self._waiting_others = 0
+        """How many of them are not urgent."""
+        self._most_at_once = _MOST_AT_ONCE
         self._shortage = ""
         """What the machine was last short of."""
         self._thread: PollThread | None = None
@@ -204,8 +246,11 @@ class CheckedSource:
         """Return what is known about every endpoint that is checked. From any thread."""
         with self._lock:
             return [
-                (Target(group, where), copy(checked))
-                for group, members in self._groups.items() for where, checked in members.checked.items()
+                (Target(group, where), Checked(
+                    server.check, members.uses.get(where, Use.USED), state.because, state.successes,
+                    state.failures, state.impossible))
+                for group, members in self._groups.items() for where, server in members.servers.items()
+                for state in (self._servers[server],)
             ]
 
     # From the source ---------------------------------------------------------------------------
@@ -217,6 +262,7 @@ class CheckedSource:
             for event in events:
                 if isinstance(event, Complete):
                     self._held.append(event)
+                    self._held_until = time.monotonic() + _LONGEST_HOLD
                     continue
                 if isinstance(event, SliceSet | SliceGone):
                     touched.update(dict.fromkeys(self._note_slice(event)))
@@ -224,6 +270,10 @@ class CheckedSource:
                     passed.append(event)
             for group in touched:
                 self._follow(group)
+            if self._thread is not None:
+                os.eventfd_write(self._bell, 1)
+            elif self._servers:
+                self._begin()
             self._pass(passed, touched)
 
     def _note_slice(self, event: SliceSet | SliceGone) -> Iterator[Group]:
@@ -243,102 +293,140 @@ class CheckedSource:
         """Check the endpoints of *group* from now on, and no others."""
         members = self._groups[group]
         wanted = {
-            where: event.check
+            where: Server(where, event.check)
             for event in members.given.values() if event.check is not None for where in _destinations(event)
         }
-        for where in members.checked.keys() - wanted.keys():
-            del members.checked[where]
-            members.failing.pop(where, None)
-            self._unknown.discard(Target(group, where))
-        now = time.monotonic()
-        for where, check in wanted.items():
-            known = members.checked.get(where)
-            if known is None:
-                members.checked[where] = Checked(check)
-                self._unknown.add(Target(group, where))
-                self._schedule(Target(group, where), now)
-            elif known.check != check:
-                known.check = check
-                self._schedule(Target(group, where), now)
+        for where, server in list(members.servers.items()):
+            if wanted.get(where) != server:
+                del members.servers[where]
+                self._leave(server, group)
+                if where not in wanted:
+                    members.failing.pop(where, None)
+                    members.uses.pop(where, None)
+        for where, server in wanted.items():
+            if where not in members.servers:
+                members.servers[where] = server
+                if (state := self._servers.get(server)) is None:
+                    fails = where in members.failing  # by the check before, until the first of this one
+                    state = self._servers[server] = _State(verdict=Verdict(fails))
+                    self._unknown.add(server)
+                    self._schedule(server, state, time.monotonic())
+                elif state.verdict.fails:
+                    members.failing.setdefault(where)
+                else:
+                    members.failing.pop(where, None)
+                state.groups[group] = None
         if not members.given:
             del self._groups[group]
-        if self._thread is not None:
-            os.eventfd_write(self._bell, 1)
-        elif wanted:
-            self._epoll = select.epoll()
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._epoll.register(self._bell, select.EPOLLIN)
-            self._thread = PollThread("kproxy-checks", self._epoll.fileno(), self._turn, first=0.0)
 
-    def _schedule(self, target: Target, at: float) -> None:
-        turn = self._groups[target.group].checked[target.where].turn = next(self._turns)
-        heapq.heappush(self._due, (at, turn, target))
+    def _leave(self, server: Server, group: Group) -> None:
+        state = self._servers[server]
+        del state.groups[group]
+        if not state.groups:
+            del self._servers[server]
+            self._unknown.discard(server)
 
-    def _current(self, target: Target, turn: int) -> Checked | None:
-        """Return the state of *target* if the check number *turn* is its next or current one."""
-        members = self._groups.get(target.group)
-        checked = members.checked.get(target.where) if members is not None else None
-        return checked if checked is not None and checked.turn == turn else None
+    def _begin(self) -> None:
+        """Start the thread, and raise the soft limit of descriptors as far as checks may need it."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MOST_AT_ONCE + _OTHER_DESCRIPTORS
+        if soft < wanted:
+            with suppress(OSError, ValueError):
+                soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self._most_at_once = max(2, min(_MOST_AT_ONCE, soft - _OTHER_DESCRIPTORS))
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._thread = PollThread("kproxy-checks", self._epoll.fileno(), self._turn, first=0.0)
+
+    def _schedule(self, server: Server, state: _State, at: float) -> None:
+        state.turn = next(self._turns)
+        heapq.heappush(self._urgent if state.has_answered else self._others, (at, state.turn, server))
+
+    def _current(self, server: Server, turn: int) -> _State | None:
+        """Return the state of *server* if the check number *turn* is its next or current one."""
+        state = self._servers.get(server)
+        return state if state is not None and state.turn == turn else None
 
     def _pass(self, events: list[Event], groups: Iterable[Group]) -> None:
         """Pass on *events*, and the slices of *groups* that differ now."""
+        changed: dict[tuple[Server, Use], list[Group]] = {}
         for group in groups:
             members = self._groups.get(group)
             if members is None:
                 continue
-            out = self._left_out(group, members)
+            out = self._left_out(group, members, changed)
             for name, event in members.given.items():
                 ready = _without(event, out)
                 if members.passed.get(name) != ready.slice:
                     members.passed[name] = ready.slice
                     events.append(ready)
-        if self._held and not self._unknown:
+        self._log_uses(changed)
+        if self._held and (not self._unknown or time.monotonic() >= self._held_until):
             events += self._held
             self._held = []
         if events:
             self._emit(events)
 
-    def _left_out(self, group: Group, members: _Members) -> set[Destination]:
-        """Return the endpoints of *group* that are not used, and log which that concerns newly."""
+    @staticmethod
+    def _left_out(
+        group: Group, members: _Members, changed: dict[tuple[Server, Use], list[Group]]
+    ) -> set[Destination]:
+        """Return the endpoints of *group* that are not used, and note which that concerns newly."""
         weights = {
             where: event.slice.weight for event in members.given.values() for where in _destinations(event)}
         out = left_out(weights, members.failing)
         for where in weights:
-            checked = members.checked[where]
             use = Use.LEFT_OUT if where in out else Use.KEPT if where in members.failing else Use.USED
-            if use is not checked.use:
-                checked.use = use
-                fields = Target(group, where).fields
-                if use is Use.USED:
-                    log.info(use.value, extra={"fields": fields})
-                else:
-                    log.warning(use.value, extra={"fields": {**fields, "because": checked.because}})
+            if use is not members.uses.get(where, Use.USED):
+                members.uses[where] = use
+                changed.setdefault((members.servers[where], use), []).append(group)
         return out
+
+    def _log_uses(self, changed: dict[tuple[Server, Use], list[Group]]) -> None:
+        """Log a line for each server, not for each Forward that it serves."""
+        for (server, use), groups in changed.items():
+            fields: dict[str, object] = dict(Target(groups[0], server.where).fields)
+            if len(groups) > 1:
+                fields["forwards"] = len(groups)
+            if use is Use.USED:
+                log.info(use.value, extra={"fields": fields})
+            else:
+                because = self._servers[server].because
+                log.warning(use.value, extra={"fields": {**fields, "because": because}})
 
     # The thread of the checks ------------------------------------------------------------------
 
     def _turn(self) -> float | None:
         """Read answers, give up what waits for too long, start what is due. Return the seconds to wait."""
-        ended: dict[_Probe, str] = {}
+        results: list[_Result] = []
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._bell:
                 os.eventfd_read(self._bell)
             elif (why := self._proceed(self._probes[descriptor])) is not None:
-                ended[self._probes[descriptor]] = why
+                results.append(self._end(self._probes[descriptor], why))
         now = time.monotonic()
-        for probe in self._probes.values():
-            if probe.ends <= now and probe not in ended:
-                ended[probe] = f"no answer within {patience(probe.check.every):g} s"
-        for probe in ended:
-            del self._probes[probe.fileno()]
-            probe.close()
+        while self._ends and (self._ends[0][2].has_ended or self._ends[0][0] <= now):
+            probe = heapq.heappop(self._ends)[2]
+            if not probe.has_ended:
+                why = f"no answer within {patience(probe.server.check.every):g} s"
+                results.append(self._end(probe, why))
         with self._lock:
-            results = [(probe.target, probe.turn, probe.started, why) for probe, why in ended.items()]
             self._judge([*results, *self._start_due(now)])
-            times = [probe.ends for probe in self._probes.values()]
-            if self._due and len(self._probes) < _MOST_AT_ONCE:
-                times.append(self._due[0][0])
+            times = [self._ends[0][0]] if self._ends else []
+            if self._held:
+                times.append(self._held_until)
+                if now >= self._held_until:
+                    self._pass([], ())
+            times += [due[0][0] for due in self._startable()]
         return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _end(self, probe: _Probe, why: str) -> _Result:
+        del self._probes[probe.fileno()]
+        self._waiting_others -= not probe.is_urgent
+        probe.close()
+        return probe.server, probe.turn, probe.started, why
 
     def _proceed(self, probe: _Probe) -> str | None:
         awaited = probe.awaits
@@ -352,58 +440,75 @@ class CheckedSource:
             self._epoll.modify(probe.fileno(), probe.awaits)
         return why
 
+    def _startable(self) -> Iterator[list[tuple[float, int, Server]]]:
+        """Yield the heaps from which a check may be started once it is due."""
+        if len(self._probes) < self._most_at_once:
+            if self._urgent:
+                yield self._urgent
+            if self._others and self._waiting_others < self._most_at_once // 2:
+                yield self._others
+
     def _start_due(self, now: float) -> Iterator[_Result]:
         """Start the checks that are due. Yield the results of those that fail at once."""
-        while self._due and self._due[0][0] <= now and len(self._probes) < _MOST_AT_ONCE:
-            _, turn, target = heapq.heappop(self._due)
-            checked = self._current(target, turn)
-            if checked is None:
-                continue
-            try:
-                probe = _Probe(target, turn, checked.check, now)
-            except OSError as error:
-                why = error.strerror or str(error)
-                if error.errno in _SHORTAGES:
-                    checked.impossible += 1
-                    self._postpone(target, now + checked.check.every, why)
-                else:
-                    yield target, turn, now, why
-                continue
-            self._probes[probe.fileno()] = probe
-            self._epoll.register(probe.fileno(), probe.awaits)
+        for due, is_urgent in ((self._urgent, True), (self._others, False)):
+            while due and due[0][0] <= now and len(self._probes) < self._most_at_once:
+                if not is_urgent and self._waiting_others >= self._most_at_once // 2:
+                    break
+                _, turn, server = heapq.heappop(due)
+                state = self._current(server, turn)
+                if state is None:
+                    continue
+                try:
+                    probe = _Probe(server, turn, now, is_urgent=is_urgent)
+                except OSError as error:
+                    why = error.strerror or str(error)
+                    if error.errno in _SHORTAGES:
+                        state.impossible += 1
+                        self._postpone(server, state, now + server.check.every, why)
+                    else:
+                        yield server, turn, now, why
+                    continue
+                self._waiting_others += not is_urgent
+                self._probes[probe.fileno()] = probe
+                heapq.heappush(self._ends, (probe.ends, turn, probe))
+                self._epoll.register(probe.fileno(), probe.awaits)
 
-    def _postpone(self, target: Target, at: float, why: str) -> None:
-        """Check *target* later, and leave it as it is: this machine is short of something."""
+    def _postpone(self, server: Server, state: _State, at: float, why: str) -> None:
+        """Check *server* later, and leave it as it is: this machine is short of something."""
         if why != self._shortage:
             self._shortage = why
             log.warning("endpoints cannot be checked", extra={"fields": {"because": why}})
-        self._unknown.discard(target)
-        self._schedule(target, at)
+        self._unknown.discard(server)
+        self._schedule(server, state, at)
         if self._held:
             self._pass([], ())
 
     def _judge(self, results: Iterable[_Result]) -> None:
         groups: dict[Group, None] = {}
         was_unknown = bool(self._unknown)
-        for target, turn, started, why in results:
-            checked = self._current(target, turn)
-            if checked is None:
+        for server, turn, started, why in results:
+            state = self._current(server, turn)
+            if state is None:
                 continue
-            self._unknown.discard(target)
-            checked.because = why
+            self._unknown.discard(server)
             if why:
-                checked.failures += 1
+                state.failures += 1
+                state.because = why
             else:
-                checked.successes += 1
-            before, checked.verdict = checked.verdict, checked.verdict.after(success=not why)
-            self._schedule(target, started + checked.verdict.next_in(checked.check.every))
-            if checked.verdict.fails is not before.fails:
-                groups[target.group] = None
-                failing = self._groups[target.group].failing
-                if why:
-                    failing[target.where] = None
-                else:
-                    del failing[target.where]
+                state.successes += 1
+            before, state.verdict = state.verdict, state.verdict.after(success=not why)
+            if not (why or state.verdict.fails):
+                state.because = ""
+            state.has_answered = not why or (state.has_answered and not state.verdict.fails)
+            self._schedule(server, state, started + state.verdict.next_in(server.check.every))
+            if state.verdict.fails is not before.fails:
+                groups |= state.groups
+                for group in state.groups:
+                    failing = self._groups[group].failing
+                    if why:
+                        failing[server.where] = None
+                    else:
+                        failing.pop(server.where, None)
         if groups or (was_unknown and not self._unknown):
             self._pass([], groups)
 

@@ -48,8 +48,9 @@ _REPLACED = {
 """Modules that the loaders import without using them, and the names imported from these."""
 
 
-def main() -> None:
-    master, kubeconfig, service_account = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    """Load what *arguments* name, the API server, a kubeconfig and a service account, and print it."""
+    master, kubeconfig, service_account = arguments
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _end)
     signal.alarm(LOAD_SECONDS + 10)  # for the case that the proxy was killed

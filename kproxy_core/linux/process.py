@@ -1,6 +1,8 @@
-"""This process: its capabilities (linux/capability.h) and its CPU time."""
+"""This process: its capabilities (linux/capability.h), its CPU time, and processes that run its modules."""
 
+import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -8,6 +10,8 @@ CAPABILITIES = {
     "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_BPF": 39,
 }  # fmt: skip
 """The capabilities that a service proxy may need, and their numbers."""
+_PACKAGES = str(Path(__file__).parents[2])
+"""Where this package is."""
 
 
 def held(pid: int | None = None) -> frozenset[str]:
@@ -24,3 +28,14 @@ def cpu_seconds() -> float:
     """Return the CPU time of the calling thread and of all child processes that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.thread_time() + children.ru_utime + children.ru_stime
+
+
+def interpreter(module: str, *arguments: object) -> list[str]:
+    """Return the command that calls ``main(ARGUMENTS)`` of *module* in another process of this Python.
+
+    It imports from where this process does, but never from the working directory, which another user may be
+    able to write to, and not by variables of the environment. It passes the import path to no child.
+    """
+    path = [_PACKAGES, *(entry for entry in sys.path if os.path.isabs(entry))]
+    program = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
+    return [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)]

@@ -38,6 +38,7 @@ MOST = 1 << 16
 
 _REMOVED = "removed"
 _RESET = "reset-client"
+_PRIORITY = -110
 _PORT = struct.Struct(">H2x")
 
 
@@ -65,6 +66,10 @@ def reset_objects(family: Family) -> list[Object]:
 
     Packets with which the client ends the connection pass, so that the endpoint learns of it. With PSH, a
     packet has data to deliver, and the client may await an answer.
+
+    The hooks come after connection tracking (-200) and before the translation (-100), so a reset bears the
+    frontend's address as it is sent. A later one has to be translated back, which the kernel leaves out for
+    a client behind a bridge (nf_send_reset with bridge-nf-call-iptables=1). Needs Linux 5.9.
     """
     dialled = (original_destination(family), ORIGINAL_PORT)
     match = among((*dialled, answering_address(family), ANSWERING_PORT), _REMOVED)
@@ -76,7 +81,7 @@ def reset_objects(family: Family) -> list[Object]:
     )
     return [
         removed_set(family), Chain(_RESET, reset),
-        *(Chain(hook, (rule,), Hook("filter", hook, 0)) for hook in ("forward", "input", "output")),
+        *(Chain(hook, (rule,), Hook("filter", hook, _PRIORITY)) for hook in ("prerouting", "output")),
     ]
 
 

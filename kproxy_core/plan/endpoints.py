@@ -27,10 +27,10 @@ def count_destinations(slices: Mapping[str, EndpointSlice] | None) -> int:
     return sum(len(piece.endpoints) * len(piece.ports) for piece in slices.values()) if slices else 0
 
 
-def within_limit(slices: Mapping[str, EndpointSlice]) -> dict[str, EndpointSlice]:
-    """Return the first *slices* by name that together hold at most `MOST_DESTINATIONS`."""
+def within_limit(slices: Mapping[str, EndpointSlice], most: int) -> dict[str, EndpointSlice]:
+    """Return the first *slices* by name that together hold at most *most* endpoints times ports."""
     kept: dict[str, EndpointSlice] = {}
-    room = MOST_DESTINATIONS
+    room = most
     for name, piece in sorted(slices.items()):
         room -= len(piece.endpoints) * len(piece.ports)
         if room < 0:

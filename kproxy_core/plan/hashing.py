@@ -21,9 +21,14 @@ SEED = 0x6B70726F
 """The seed of the hash, the same in the whole cluster, and in every release."""
 
 SIZES = (1021, 16381, 131071)
-"""Sizes of tables: primes. The smallest that has a slot for each endpoint is used."""
+"""Sizes of tables: primes. The smallest that has a slot for each endpoint is used, if it may be used."""
 
 _WORDS = struct.Struct("=3I")
+
+
+def count_hash_slots(endpoints: int) -> int:
+    """Return the size of the table for so many *endpoints*."""
+    return endpoints if endpoints < 2 else next(size for size in SIZES if size >= endpoints)
 
 
 @lru_cache(maxsize=64)
@@ -34,7 +39,7 @@ def hash_slots(endpoints: tuple[Destination, ...], weights: tuple[int, ...]) -> 
     """
     if len(endpoints) < 2:
         return endpoints
-    size = next(size for size in SIZES if size >= len(endpoints))
+    size = count_hash_slots(len(endpoints))
     preferences = [_preference(where, size) for where in endpoints]
     table = populate(preferences, weights or (1,) * len(endpoints), size)
     return tuple([endpoints[at] for at in table])

@@ -8,10 +8,11 @@ from msgspec import Struct
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, is_loopback
 from kproxy_core.model.node import NodePortAddresses, NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, PortSpec, Service, ServicePortKey
+from kproxy_core.plan.budget import MOST_SLOTS_OF_SERVICE, slots_of_port
 from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of
-from kproxy_core.plan.hashing import HashBy, hash_slots
+from kproxy_core.plan.hashing import HashBy, count_hash_slots, hash_slots
 from kproxy_core.plan.quarantine import Quarantined, Sentence
-from kproxy_core.plan.shares import Weights, reduce_weights, repeated, weights_of
+from kproxy_core.plan.shares import MOST_SLOTS, Weights, reduce_weights, repeated, weights_of
 
 _new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
 
@@ -73,6 +74,8 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     """Endpoints of weight 0 or in quarantine. They get no new connections and keep those that they have."""
     hash_by: HashBy = ""
     """Endpoints are chosen by a hash of the client or the flow; "": by chance."""
+    is_over_budget: bool = False
+    """The hash, or exact weights, would take more slots than the Service may have (`plan.budget`)."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -122,6 +125,17 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
         """The same of `local`."""
         return self._slots(self.local, self.local_weights)
 
+    @property
+    def extra_slots(self) -> int:
+        """The slots beyond one for each endpoint, times the frontends at which they are chosen."""
+        if self.has_plain_choice:
+            return 0
+        extra = 0
+        for endpoints, weights in ((self.cluster, self.cluster_weights), (self.local, self.local_weights)):
+            slots = count_hash_slots(len(endpoints)) if self.hash_by else sum(weights) or len(endpoints)
+            extra += slots - len(endpoints)
+        return extra * sum(1 for _ in self.frontends())
+
     def _slots(self, endpoints: tuple[Destination, ...], weights: Weights) -> tuple[Destination, ...]:
         if self.hash_by:
             return hash_slots(endpoints, weights)
@@ -139,9 +153,9 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
 
 def plan_service(
     service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView,
-    quarantined: Quarantined | None = None,
+    quarantined: Quarantined | None = None, room: int = MOST_SLOTS_OF_SERVICE,
 ) -> tuple[ServicePlan, ...]:
-    """Plan all ports of *service* in the family of *node*.
+    """Plan all ports of *service* in the family of *node*, with *room* for slots (see `plan.budget`).
 
     *slices* are the service's EndpointSlices of that family by name. *quarantined*: the endpoints of any
     Service that are in quarantine; None: this one uses all of its own. Empty if the Service has no ClusterIP
@@ -157,10 +171,12 @@ def plan_service(
     load_balancer_ips = of_family(service.load_balancer_ips, node.family, own)
     external_ips = of_family(service.external_ips, node.family, (*own, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
+    has_slots = service.hash_by or any(piece.weight is not None for piece in (slices or {}).values())
+    most_slots = slots_of_port(service, node.family, room) if has_slots else 0
     return tuple([
         _plan_port(service, port, endpoints_of(port, slices), weights_of(port, slices), node, cluster_ip,
                    external_ips, load_balancer_ips or of_family(port.addresses, node.family), source_ranges,
-                   quarantined)
+                   quarantined, most_slots)
         for port in service.ports
         if own or of_family(port.addresses, node.family) or (port.node_port and slices)
     ])
@@ -170,7 +186,7 @@ def _plan_port(
     service: Service, port: PortSpec, endpoints: Candidates, weights: Mapping[Destination, int],
     node: NodeView, cluster_ip: Address | None, external_ips: tuple[Address, ...],
     load_balancer_ips: tuple[Address, ...], source_ranges: tuple[Cidr, ...],
-    quarantined: Quarantined | None,
+    quarantined: Quarantined | None, most_slots: int,
 ) -> ServicePlan:
     if port.protocol is not Protocol.TCP:
         quarantined = None
@@ -189,6 +205,11 @@ def _plan_port(
         use_local=service.internal_policy_local or (accessible and service.external_policy_local),
         quarantined=quarantined,
     )
+    sets = [each for each in (chosen.cluster, chosen.local) if each]
+    hash_by: HashBy = service.hash_by
+    if hash_by and any(count_hash_slots(len(each)) > most_slots for each in sets):
+        hash_by = ""
+    most_weighted = min(MOST_SLOTS, most_slots)
     return ServicePlan(
         key=_new(ServicePortKey, (*service.name, port.name, port.protocol)),
         family=node.family,
@@ -210,11 +231,19 @@ def _plan_port(
         has_endpoints=chosen.any,
         avoids_silent=quarantined is not None,
         quarantined=chosen.quarantined,
-        cluster_weights=reduce_weights([weights[where] for where in chosen.cluster]) if weights else (),
-        local_weights=reduce_weights([weights[where] for where in chosen.local]) if weights else (),
+        cluster_weights=_reduced(weights, chosen.cluster, most_weighted),
+        local_weights=_reduced(weights, chosen.local, most_weighted),
         resting=resting + tuple([where for where, _ in chosen.quarantined]),
-        hash_by=service.hash_by,
+        hash_by=hash_by,
+        is_over_budget=hash_by != service.hash_by or (most_weighted < MOST_SLOTS and any(
+            _reduced(weights, each, MOST_SLOTS) != _reduced(weights, each, most_weighted) for each in sets)),
     )
+
+
+def _reduced(
+    weights: Mapping[Destination, int], endpoints: tuple[Destination, ...], most: int
+) -> Weights:
+    return reduce_weights([weights[where] for where in endpoints], most) if weights else ()
 
 
 def of_family(

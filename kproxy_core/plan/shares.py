@@ -32,27 +32,27 @@ def weights_of(port: PortSpec, slices: Mapping[str, EndpointSlice] | None) -> di
     return found
 
 
-def reduce_weights(weights: Sequence[int]) -> Weights:
+def reduce_weights(weights: Sequence[int], most: int = MOST_SLOTS) -> Weights:
     """Return numbers of slots in the proportion of *weights*, which are above 0; () if all are equal.
 
-    They have no common divisor, and their sum is at most `MOST_SLOTS`: above, each is rounded to slots, but
-    to 1 at least. All are equal if there are more endpoints than that.
+    They have no common divisor, and their sum is at most *most*: above, each is rounded to slots, but to 1 at
+    least. All are equal if there are more endpoints than that.
     """
-    if len(set(weights)) < 2 or len(weights) >= MOST_SLOTS:
+    if len(set(weights)) < 2 or len(weights) >= most:
         return ()
     divisor = gcd(*weights)
     numbers = [weight // divisor for weight in weights]
     total = sum(numbers)
-    if total <= MOST_SLOTS:
+    if total <= most:
         return tuple(numbers)
-    slots = MOST_SLOTS
+    slots = most
     # Light endpoints first: the others make up for what these are rounded up.
     for at in sorted(range(len(numbers)), key=numbers.__getitem__):
         number = numbers[at]
         numbers[at] = max(1, round(number * slots / total))
         slots -= numbers[at]
         total -= number
-    return reduce_weights(numbers)
+    return reduce_weights(numbers, most)
 
 
 def shares(endpoints: Sequence[Destination], weights: Weights) -> dict[Destination, int]:

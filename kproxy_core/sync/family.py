@@ -1,17 +1,17 @@
 """The syncs of one IP family: when they run, and what follows from success and failure."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kproxy_core.contract.calls import BackendInstance
-from kproxy_core.contract.errors import PluginFailed, SyncFailed, TrustLost, Unsupported
+from kproxy_core.contract.errors import PluginFailed, SyncFailed, TrustLost, Unsupported, one_line
 from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServiceName
-from kproxy_core.plan.endpoints import MOST_DESTINATIONS
+from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.quarantine import Quarantined
+from kproxy_core.sync.isolation import Isolation
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
@@ -19,7 +19,10 @@ from kproxy_core.sync.plans import FamilyPlans
 log = logging.getLogger("kproxy.run")
 
 _ESCALATE_AFTER = 2
-"""Consecutive failures after which a full sync is requested."""
+"""Consecutive failures after which a full sync is requested, or service ports are suspected."""
+
+_LONGEST_LEFT_OUT = 300.0
+"""Upper bound in seconds of the delay until service ports that could not be programmed are tried again."""
 
 _REMEMBERED_TRIGGERS = 10_000
 """Bound on changes whose latency is recorded after a series of failed syncs. The oldest are dropped."""
@@ -52,6 +55,11 @@ class FamilySync:
         self._giants_rest_until = 0.0
         self._trigger_times: list[float] = []
         self._failures = 0
+        self._isolation = Isolation(longest=_LONGEST_LEFT_OUT)
+        self._is_search_futile = False
+        """No service port is the cause of the failures since the last success."""
+        self._trusts_backend = True
+        """It has not raised an unexpected error since its last full sync."""
         self._degraded = ""
         """`SyncReport.degraded` of the last sync."""
         self._damage = ""
@@ -73,6 +81,9 @@ class FamilySync:
         self.instance = instance
         self.pacing = pacing
         self._failures = 0
+        self._isolation.forget()
+        self.plans.withhold(self._isolation.withheld)
+        self._is_search_futile, self._trusts_backend = False, True
         self._degraded = ""
         self._damages = 0
 
@@ -99,7 +110,9 @@ class FamilySync:
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time, not before *now*, at which `turn` has work without a further request."""
-        times = [self.pacing.next_wakeup(now), self.plans.next_time]
+        if self._isolation.trial:
+            return now
+        times = [self.pacing.next_wakeup(now), self.plans.next_time, self._isolation.retry_at]
         if self.plans.waiting and not self._failures:
             times.append(self._giants_rest_until)
         return min((max(now, at) for at in times if at is not None), default=None)
@@ -113,6 +126,11 @@ class FamilySync:
         if self.plans.set_time(now):
             self.request()
         scope = self.pacing.due(now)
+        self._isolation.retry(now)
+        if self._isolation.trial:
+            scope = Scope.RESYNC if scope is Scope.RESYNC or not self._trusts_backend else Scope.CHANGED
+        elif self._isolation.trial is not None and scope is not None:
+            scope = Scope.RESYNC
         self._is_for_giant = False
         if scope is None:
             if not self.plans.waiting or self._failures or now < self._giants_rest_until:
@@ -123,14 +141,16 @@ class FamilySync:
             observer.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
         for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(self._is_for_giant)):
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
+        self._withhold(now)
         for service, slices in self.plans.take_omissions().items():
             log.log(
                 logging.ERROR if slices else logging.INFO,
                 "endpoints beyond the limit are not used" if slices else "all endpoints are used again",
                 extra={"fields": {
-                    "service": str(service), "limit": MOST_DESTINATIONS, "slices_not_used": slices}})
+                    "service": str(service), "limit": self.plans.limit(service), "slices_not_used": slices}})
         self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
-        if scope is Scope.CHANGED and not self.plans.differs and not self._degraded:
+        is_told = self._isolation.unserved.keys() <= self.plans.unserved.keys()
+        if scope is Scope.CHANGED and is_told and not self.plans.differs and not self._degraded:
             self._succeeded(started, scope, None)
             return
         if udp_frontends := self.plans.pending_udp_frontends():
@@ -147,9 +167,20 @@ class FamilySync:
         else:
             self._succeeded(started, scope, report)
 
+    def _withhold(self, now: float) -> None:
+        """Keep service ports that the backend fails to program, or may fail to, out of the next update."""
+        isolation = self._isolation
+        isolation.add([key for key in self.plans.take_reconsidered() if key in isolation.left_out], now)
+        if (trial := isolation.trial) is not None:
+            isolation.add(self.plans.differing - isolation.withheld - frozenset(trial), now)
+        self.plans.withhold(frozenset(isolation.withheld))
+
     def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
         ended = self._clock()
         self._failures = 0
+        self._is_search_futile = False
+        self._trusts_backend = self._trusts_backend or scope is Scope.RESYNC
+        self._isolation.succeeded(ended)
         steps = []
         problem = ""
         is_first, rules_were_missing = not self.is_synced, False
@@ -158,9 +189,10 @@ class FamilySync:
             self._is_damaged = False
         if report is not None:
             self._log_sync(scope, report, ended - started)
-            problem = "; ".join(filter(None, (self._log_unserved(report), report.degraded)))
+            unserved = {**report.unserved, **self._isolation.unserved}
+            problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded)))
             self._degraded = report.degraded
-            steps = self.plans.acknowledge(report.unserved)
+            steps = self.plans.acknowledge(unserved)
             self.is_synced = True
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)
         trigger_times, self._trigger_times = self._trigger_times, []
@@ -178,6 +210,15 @@ class FamilySync:
         """Keep everything for the retry."""
         ended = self._clock()
         expected, told = isinstance(error, SyncFailed), isinstance(error, (SyncFailed, PluginFailed))
+        self._trusts_backend = self._trusts_backend and expected and not isinstance(error, TrustLost)
+        was_searching = self._isolation.trial is not None
+        if self._isolation.failed(one_line(error), ended):
+            self._tell_failure(SyncFailure(
+                family=self.family, scope=scope, seconds=ended - started, error=error))
+            if self._isolation.trial is None:  # The next sync succeeds, and says what was left out.
+                self.pacing.request(ended, Scope.CHANGED if self._trusts_backend else Scope.RESYNC)
+            return
+        self._is_search_futile = self._is_search_futile or was_searching
         self._failures += 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
         self.pacing.ran(started, ended, scope, False, cost=self._cost())
@@ -186,9 +227,8 @@ class FamilySync:
                 self.pacing.request_repair()
             elif self._failures == _ESCALATE_AFTER:
                 self.pacing.request(started, Scope.RESYNC)
-        failure = SyncFailure(family=self.family, scope=scope, seconds=ended - started, error=error)
-        for observer in self._observers:
-            observer.sync_failed(failure)
+        self._suspect(error, ended)
+        self._tell_failure(SyncFailure(family=self.family, scope=scope, seconds=ended - started, error=error))
         log.error(
             "sync failed",
             extra={"fields": {
@@ -198,10 +238,39 @@ class FamilySync:
             exc_info=None if told else error,
         )
 
+    def _suspect(self, error: Exception, now: float) -> None:
+        """Leave out the service ports because of which the backend fails, or begin to search for them.
+
+        Before the first success, the kernel may have rules of an earlier process, which a sync without some
+        service ports deletes. Only an error in the backend, which repeats itself, is worth that.
+        """
+        named = error.service_ports if isinstance(error, SyncFailed) else frozenset()
+        if named & self.plans.plans.keys() - self._isolation.left_out.keys():
+            self._isolation.leave_out(named, one_line(error), now)
+            self.pacing.request(now)
+            return
+        if self._failures < _ESCALATE_AFTER or self._is_search_futile:
+            return
+        differing = self.plans.differing - self._isolation.withheld
+        if self.is_synced and differing:
+            self._isolation.search(differing, now, first_without=True)
+        elif isinstance(error, PluginFailed):
+            suspects = [key for key in self.plans.plans if key not in self._isolation.withheld]
+            self._isolation.search(suspects, now, first_without=False)
+        else:
+            return
+        log.warning("looking for the service ports that cannot be programmed", extra={"fields": {
+            "ip_family": self.family.label, "error": one_line(error)}})
+
+    def _tell_failure(self, failure: SyncFailure) -> None:
+        for observer in self._observers:
+            observer.sync_failed(failure)
+
     @property
     def _is_incomplete(self) -> bool:
         """The last sync succeeded but must be repeated."""
-        return bool(self.plans.unserved) or bool(self._degraded)
+        left_out = self._isolation.withheld
+        return bool(self._degraded) or any(key not in left_out for key in self.plans.unserved)
 
     def _cost(self) -> float:
         """Return the CPU seconds of the sync so far that later syncs wait for.
@@ -214,9 +283,8 @@ class FamilySync:
             return 0.0
         return cost
 
-    def _log_unserved(self, report: SyncReport) -> str:
+    def _log_unserved(self, unserved: Mapping[ServicePortKey, str]) -> str:
         """Return the service ports that are not served, for people. Log when they change."""
-        unserved = report.unserved
         problem = ""
         if unserved:
             key, reason = next(iter(unserved.items()))

@@ -7,18 +7,20 @@ does not have. Unlike kube-proxy, UDP is relayed, too.
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Protocol as TypingProtocol
 
-from kproxy_core.contract.values import Measurement, Scope, Update
+from kproxy_core.contract.values import IsRemoved, Measurement, Scope, Update
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.relay.counts import GAUGES
+from kproxy_core.linux.relay.counts import GAUGES, Counter
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.model.timing import Backoff
+from kproxy_core.model.timing import FIRST, STABLE, Backoff
 from kproxy_core.plan.service_plan import ServicePlan
 
 log = logging.getLogger("kproxy.run")
@@ -31,17 +33,26 @@ _SETTINGS = WorkerSettings(udp_idle=30.0, drain=-1.0, half_closed=3600.0)
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 """Seconds until a listener that failed is tried again."""
 
-_PREFIX = "kubeproxy_nftables_localhost_nodeport_"
+_PREPARED = 3.0
+"""Longest time in seconds that a sync waits for relays which the mode before did not need."""
+_CHECKED = 10.0
+"""Interval in seconds at which the worker process has to answer."""
+_CLOSED = 12.0
+"""Longest time in seconds in which the worker process ends by itself."""
 
-Post = Callable[[Callable[[], None]], None]
+_PREFIX = "kubeproxy_nftables_localhost_nodeport_"
+_OWN_PREFIX = "kproxy_localhost_node_port_"
+
+Task = Callable[[], None]
+Post = Callable[[Task], None]
 """Makes a call on the loop's thread."""
-Later = Callable[[float, Callable[[], None]], None]
+Later = Callable[[float, Task], None]
 """Makes a call on the loop's thread after so many seconds."""
 
 
 def by_timer(post: Post) -> Later:
     """Return what makes calls by *post* once their time has come."""
-    def later(seconds: float, call: Callable[[], None]) -> None:
+    def later(seconds: float, call: Task) -> None:
         timer = threading.Timer(seconds, post, (call,))
         timer.daemon = True
         timer.start()
@@ -65,12 +76,62 @@ def order_for(plan: ServicePlan, number: int) -> Serve | None:
         plan.node_port, endpoints, plan.affinity_seconds)
 
 
+class _Courier:
+    """A thread that talks to the worker process, which may hang: the loop's thread waits for none."""
+
+    def __init__(self, check: Task) -> None:
+        """*check* is called every `_CHECKED` seconds without a task."""
+        self._check = check
+        self._tasks = SimpleQueue[Task | None]()
+        self._unfinished = 0
+        self._finished = threading.Condition()
+        """Guards the number of unfinished tasks."""
+        self._thread: threading.Thread | None = None
+
+    def put(self, task: Task) -> None:
+        """Have *task* done after all earlier ones. Starts the thread."""
+        with self._finished:
+            self._unfinished += 1
+        self._tasks.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kproxy-relays", daemon=True)
+            self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to *seconds* until all tasks are done. Return whether they are."""
+        with self._finished:
+            return self._finished.wait_for(lambda: not self._unfinished, seconds)
+
+    def end(self, seconds: float) -> bool:
+        """End the thread after all tasks. Return whether it ended within *seconds*."""
+        if self._thread is None:
+            return True
+        self._tasks.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_CHECKED)
+            except Empty:
+                self._check()
+                continue
+            if task is None:
+                return
+            task()
+            with self._finished:
+                self._unfinished -= 1
+                self._finished.notify_all()
+
+
 class NodePortRelays:
     """Has one worker process relay node ports for whichever backend serves, and keeps it across a switch.
 
     The process runs while a node port is relayed or a connection is open. Every sync is prepared and
-    followed, on the loop's thread. A mode that is tried gets its relays before it writes rules, which may
-    replace the other's, and nothing is closed before it serves.
+    followed, on the loop's thread, which gives orders and goes on: their answers are calls that it gets. A
+    mode that is tried gets its relays before it writes rules, which may replace the other's, and nothing is
+    closed before it serves.
     """
 
     def __init__(
@@ -87,14 +148,27 @@ class NodePortRelays:
         self._later = later
         self._serves = serves
         self._workers = WorkerPool(1, _SETTINGS)
+        self._courier = _Courier(self._check)
+        self._orders: dict[int, Serve | None] = {}
+        """Those that the courier has not taken yet."""
+        self._ordering = threading.Lock()
+        """Guards the orders."""
         self._numbers = itertools.count(1)
         self._protocols: dict[Family, tuple[Protocol, ...]] = {}
         """Those that the backend wants relayed, by family."""
         self._relays: dict[Family, dict[ServicePortKey, Serve]] = {family: {} for family in Family}
         self._failing: dict[int, str] = {}
         """Relays that do not listen, by number, with the reason."""
+        self._outage = ""
+        """Why no relay listens; "": the worker process has answered."""
+        self._shortage = ""
+        """What the worker process was short of at the last check."""
+        self._short = 0
+        """Connections and datagrams that met a shortage before the last check."""
         self._failures = dict.fromkeys(Family, 0)
+        self._exits = 0
         self._backoff = Backoff(first=_FIRST_DELAY, longest=_LONGEST_DELAY)
+        self._deaths = Backoff(longest=_LONGEST_DELAY)
         self._is_retry_due = False
         self._watched: list[Worker] = []
 
@@ -107,6 +181,12 @@ class NodePortRelays:
             self._protocols[family] = tuple(each for each in RELAYED if each in before + added)
             self._bring(self._relays[family], added, {
                 key: plan for key, plan in update.plans.items() if key.protocol in added})
+            if not self.await_answers(_PREPARED):
+                log.warning("relays for node ports on loopback do not listen yet")
+
+    def await_answers(self, seconds: float) -> bool:
+        """Wait up to *seconds* for the worker process. Return whether it has answered all orders."""
+        return self._courier.wait(seconds)
 
     def follow(self, backend: Asking, update: Update) -> None:
         """Relay what *backend*, which has synced, wants relayed. O(changed), unless it wants something else.
@@ -126,6 +206,15 @@ class NodePortRelays:
         if protocols or changed:
             self._bring(self._relays[family], protocols, changed)
 
+    def settle(self, backend: Asking) -> None:
+        """Close what only a mode before *backend*, which serves now, wanted relayed."""
+        for family, before in self._protocols.items():
+            kept = tuple(each for each in before if backend.wants_relays(family, each))
+            if kept != before:
+                self._protocols[family] = kept
+                self._bring(self._relays[family], kept, {
+                    key: None for key in self._relays[family] if key.protocol not in kept})
+
     @staticmethod
     def _wanted(backend: Asking, update: Update) -> tuple[Protocol, ...]:
         return tuple(each for each in RELAYED
@@ -137,12 +226,22 @@ class NodePortRelays:
         for family in [each for each, protocols in list(self._protocols.items()) if protocols]:
             labels = {"ip_family": family.label}
             numbers = {serve.relay for serve in list(self._relays[family].values())}
+            listening = 0 if self._outage else len(numbers - self._failing.keys())
             found += [
                 Measurement(f"{_PREFIX}listeners", "Node ports that are relayed on loopback", "gauge",
-                            len(numbers - self._failing.keys()), labels),
+                            listening, labels),
                 Measurement(f"{_PREFIX}listener_creation_failures_total",
                             "Failures to listen for a node port on loopback", "counter",
                             self._failures[family], labels),
+            ]  # fmt: skip
+        if found:
+            found += [
+                Measurement(f"{_OWN_PREFIX}worker_exits_total",
+                            "Exits of the relay worker for node ports on loopback", "counter", self._exits),
+                Measurement(f"{_OWN_PREFIX}shortages_total",
+                            "Connections and datagrams to node ports on loopback that met a shortage of "
+                            "descriptors, local ports or memory", "counter",
+                            self._workers.count(Counter.SHORTAGES)),
             ]  # fmt: skip
         return found
 
@@ -152,10 +251,19 @@ class NodePortRelays:
         From any thread.
         """
         serve = self._relays[family].get(key)
-        return self._problem(family, key, serve) if serve is not None and serve.relay in self._failing else ""
+        if serve is None or not (self._outage or serve.relay in self._failing):
+            return ""
+        return self._problem(family, key, serve)
+
+    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
+        """Reset relayed connections to removed endpoints. Return their number. From any thread."""
+        keys = {serve.relay: key for key, serve in list(self._relays[family].items())}
+        return self._workers.reset_removed(keys, is_removed) if keys else 0
 
     def close(self) -> None:
         """End the process, and with it every connection."""
+        if not self._courier.end(_CLOSED):
+            self._workers.kill()
         self._workers.close()
 
     def _bring(
@@ -181,25 +289,42 @@ class NodePortRelays:
             self._rest()
 
     def _order(self, orders: Mapping[int, Serve | None]) -> None:
-        """Give *orders* to the worker process, which is replaced if it has exited. Retry those that fail."""
+        """Give *orders* to the worker process, which is replaced if it has exited."""
+        with self._ordering:
+            self._orders.update(orders)
+        self._courier.put(self._send)
+
+    def _send(self) -> None:
+        """Send all orders to the worker process, and have the loop's thread called with its answer."""
+        with self._ordering:
+            orders, self._orders = self._orders, {}
+        failures, problem = dict[int, str](), ""
         try:
             failures = self._workers.serve(orders)
         except HostError as error:
-            failures = {number: str(error) for number, serve in orders.items() if serve is not None}
-            self._retry_later()
-        before = {number: self._failing.pop(number, "") for number in orders}
+            problem = str(error)
+        self._post(partial(self._answered, orders, failures, problem))
+
+    def _answered(
+        self, orders: Mapping[int, Serve | None], failures: Mapping[int, str], problem: str
+    ) -> None:
+        """Take the answer to *orders*: the relays that failed, or a *problem* of all. Retry those."""
+        if problem and not self._outage:
+            log.error("no node port is relayed on loopback", extra={"fields": {"problem": problem}})
+        had_outage, self._outage = bool(self._outage), problem
+        before = {number: self._failing.pop(number, "") for number in (*orders, *failures)}
         for family, relays in self._relays.items():
             for key, serve in relays.items() if failures else ():
                 if reason := failures.get(serve.relay):
                     self._failing[serve.relay] = reason
                     self._failures[family] += 1
-                    if reason != before.get(serve.relay):
+                    if reason != before[serve.relay]:
                         self._report(family, key, serve)
-        if self._failing:
+        if self._failing or problem:
             self._retry_later()
         else:
             self._backoff.reset()
-        if self._failing or any(before.values()):
+        if problem or had_outage or self._failing or any(before.values()):
             self._show_problems()
         self._watch()
 
@@ -210,14 +335,14 @@ class NodePortRelays:
 
     def _problem(self, family: Family, key: ServicePortKey, serve: Serve) -> str:
         where = format_socket(family.loopback, serve.port)
-        return f"{key} is not served on {where}: {self._failing.get(serve.relay, '')}"
+        return f"{key} is not served on {where}: {self._outage or self._failing.get(serve.relay, '')}"
 
     def _show_problems(self) -> None:
         for family, relays in self._relays.items():
             found = [self._problem(family, key, serve) for key, serve in relays.items()
-                     if serve.relay in self._failing]
+                     if self._outage or serve.relay in self._failing]
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            self._show(family, f"{found[0]}{more}" if found else "")
+            self._show(family, f"{found[0]}{more}" if found else self._shortage if relays else "")
 
     def _retry_later(self) -> None:
         if not self._is_retry_due:
@@ -240,7 +365,23 @@ class NodePortRelays:
         if any(map(self._workers.count, GAUGES)):
             self._later(_LONGEST_DELAY, self._rest)
         else:
-            self._workers.close()
+            self._courier.put(partial(self._workers.close, unless_wanted=True))
+
+    def _check(self) -> None:
+        """Kill the process if it does not answer, and say what it is short of. On the courier's thread."""
+        self._workers.check()
+        short = self._workers.count(Counter.SHORTAGES)
+        new, self._short = short - self._short, short
+        shortage = "too few descriptors, local ports or memory for relays" if new else ""
+        if shortage != self._shortage:
+            self._post(partial(self._set_shortage, shortage, new))
+
+    def _set_shortage(self, shortage: str, new: int) -> None:
+        self._shortage = shortage
+        if shortage:
+            log.warning("relays on loopback met a shortage", extra={"fields": {
+                "problem": shortage, "connections": new}})
+        self._show_problems()
 
     def _watch(self) -> None:
         """Have a thread wait for the exit of each new worker process."""
@@ -248,15 +389,21 @@ class NodePortRelays:
         for worker in self._watched:
             if worker not in watched:
                 threading.Thread(
-                    target=self._await_exit, args=(worker,), name="kproxy-relays", daemon=True).start()
+                    target=self._await_exit, args=(worker,), name="kproxy-relay-exit", daemon=True).start()
 
     def _await_exit(self, worker: Worker) -> None:
         worker.process.wait()
-        self._post(partial(self._exited, worker))
+        self._post(partial(self._exited, worker, time.monotonic() - worker.started))
 
-    def _exited(self, worker: Worker) -> None:
-        """Replace *worker*, unless that has been done, will be, or is not needed."""
-        if worker in self._workers.running() and not self._is_retry_due:
-            log.error("relay worker exited", extra={"fields": {"pid": worker.process.pid}})
+    def _exited(self, worker: Worker, lasted: float) -> None:
+        """Replace *worker*, unless that has been done or is not needed; later, if such processes die soon."""
+        if worker not in self._workers.running():
+            return
+        self._exits += 1
+        log.error("relay worker exited", extra={"fields": {
+            "pid": worker.process.pid, "status": worker.process.returncode}})
+        delay = self._deaths.delay(lasted)
+        if lasted >= STABLE or delay == FIRST:
             self._order({})
-
+        else:
+            self._later(delay, partial(self._order, {}))

@@ -1,6 +1,7 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 from kproxy_core.contract.values import Scope, Update
@@ -9,23 +10,21 @@ from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.model.timing import Agenda
-from kproxy_core.plan.claims import Claims, Conflict
-from kproxy_core.plan.endpoints import (
-    MOST_DESTINATIONS,
-    Candidates,
-    count_destinations,
-    endpoints_of,
-    within_limit,
+from kproxy_core.plan.budget import (
+    GIANT,
+    MOST_SLOTS_OF_NODE,
+    MOST_SLOTS_OF_SERVICE,
+    count_elements,
+    most_destinations,
 )
+from kproxy_core.plan.claims import Claims, Conflict
+from kproxy_core.plan.endpoints import Candidates, count_destinations, endpoints_of, within_limit
 from kproxy_core.plan.last_resort import LastResort, LastResortStep, as_ready, find_last_resort
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.plan.removed_endpoints import kept_destinations
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 
 _TCP, _UDP = Protocol.TCP, Protocol.UDP
-
-GIANT = 10_000
-"""Threshold in endpoints times ports for a giant: a change of such a Service takes some 0.1 s."""
 
 
 class Step(NamedTuple):
@@ -40,6 +39,34 @@ class HealthCheck(NamedTuple):
     port: int
     ready: int
     """Distinct addresses of endpoints on this node that are ready, or the last resort."""
+
+
+class Programmed(Mapping[ServicePortKey, ServicePlan]):
+    """All plans, but those of some service ports as they were. Costs what these are, not what all are."""
+
+    def __init__(
+        self, plans: Mapping[ServicePortKey, ServicePlan], others: Mapping[ServicePortKey, ServicePlan | None]
+    ) -> None:
+        """*others* replace *plans*; None: absent."""
+        self._plans = plans
+        self._others = others
+        self._length = len(plans) + sum(
+            (plan is not None) - (key in plans) for key, plan in others.items())
+
+    def __getitem__(self, key: ServicePortKey) -> ServicePlan:
+        if key not in self._others:
+            return self._plans[key]
+        plan = self._others[key]
+        if plan is None:
+            raise KeyError(key)
+        return plan
+
+    def __iter__(self) -> Iterator[ServicePortKey]:
+        yield from (key for key in self._plans if key not in self._others)
+        yield from (key for key, plan in self._others.items() if plan is not None)
+
+    def __len__(self) -> int:
+        return self._length
 
 
 class FamilyPlans:
@@ -67,11 +94,18 @@ class FamilyPlans:
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
+        self._withheld: Set[ServicePortKey] = frozenset()
+        self._reconsidered: set[ServicePortKey] = set()
         self._dirty: set[ServiceName] = set()
         self._again: Agenda[ServiceName] = Agenda()
         self._quarantined: Quarantined = {}
         self._giants: set[ServiceName] = set()
         """Giants among the planned Services."""
+        self._slots: dict[ServiceName, int] = {}
+        """`ServicePlan.extra_slots` of the Services that have any."""
+        self._slots_taken = 0
+        self._without_slots: set[ServiceName] = set()
+        """Services whose hash or weights found no room."""
         self._waiting: dict[ServiceName, None] = {}
         """Changed giants that are not planned yet, in that order."""
         self._omitted: dict[ServiceName, int] = {}
@@ -145,7 +179,11 @@ class FamilyPlans:
             if service is not None:
                 quarantined = self._quarantined if self._store.avoids_silent(service) else None
                 slices = self._as_planned(name, self._usable_slices(name))
-                wanted = plan_service(service, slices, self.node, quarantined)
+                wanted = self._within_budget(name, partial(
+                    plan_service, service, slices, self.node, quarantined))
+            else:
+                self._without_slots.discard(name)
+                self._take_slots(name, 0)
             self._note_size(name)
             before = self._claims.wanted(name)
             if before:
@@ -160,6 +198,30 @@ class FamilyPlans:
             self._put_granted(name)
         return self._claims.take_conflicts()
 
+    def _within_budget(
+        self, name: ServiceName, plan: Callable[..., tuple[ServicePlan, ...]]
+    ) -> tuple[ServicePlan, ...]:
+        """Return the plans of a Service, without hash and weights if the node has no room for their slots."""
+        wanted = plan(room=MOST_SLOTS_OF_SERVICE)
+        slots = sum(each.extra_slots for each in wanted)
+        before = self._slots.get(name, 0)
+        self._without_slots.discard(name)
+        if slots > before and self._slots_taken - before + slots > MOST_SLOTS_OF_NODE:
+            self._without_slots.add(name)
+            wanted, slots = plan(room=0), 0
+        self._take_slots(name, slots)
+        return wanted
+
+    def _take_slots(self, name: ServiceName, slots: int) -> None:
+        """Note that a Service has *slots*. If it had more, those that found no room are planned again."""
+        before = self._slots.pop(name, 0)
+        self._slots_taken += slots - before
+        if slots:
+            self._slots[name] = slots
+        if slots < before:
+            for each in self._without_slots:
+                self.plan_again(each, self.now)
+
     @property
     def waiting(self) -> Mapping[ServiceName, None]:
         """Changed giants that are not planned yet."""
@@ -169,6 +231,10 @@ class FamilyPlans:
         """Return how many slices of Services are beyond the limit, where that changed since the last call."""
         taken, self._new_omissions = self._new_omissions, {}
         return taken
+
+    def limit(self, name: ServiceName) -> int:
+        """Return how many endpoints times ports of a Service are used at most."""
+        return most_destinations(self._store.services.get(name), self.family)
 
     def last_resort(self, name: ServiceName) -> LastResort | None:
         """Return the last resort with which a Service was planned. From any thread."""
@@ -196,11 +262,40 @@ class FamilyPlans:
     @property
     def differs(self) -> bool:
         """A plan is not acknowledged, or could not be served."""
-        return bool(self._before) or bool(self.unserved) or self.node_changed
+        return self.node_changed or not all(
+            key in self._withheld for keys in (self._before, self.unserved) for key in keys)
+
+    @property
+    def differing(self) -> Set[ServicePortKey]:
+        """The service ports whose plans are not acknowledged."""
+        return self._before.keys()
+
+    def withhold(self, keys: Set[ServicePortKey]) -> None:
+        """Leave the changes of *keys* out of updates from now on: the backend has their acknowledged plans.
+
+        What is acknowledged of those that do not differ counts as lost.
+        """
+        self._withheld = keys
+        for key in keys - self._before.keys():
+            self._before[key] = None
+
+    def take_reconsidered(self) -> Set[ServicePortKey]:
+        """Return the withheld service ports whose plans have changed since the last call."""
+        taken, self._reconsidered = self._reconsidered, set()
+        return taken
 
     def update(self, scope: Scope) -> Update:
-        changed = {key: self.plans.get(key) for key in (*self._before, *self.unserved)}
-        return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
+        withheld, plans = self._withheld, self.plans
+        changed = {key: plans.get(key) for key in (*self._before, *self.unserved) if key not in withheld}
+        programmed = Programmed(plans, {key: self._held(key) for key in withheld}) if withheld else plans
+        return Update(self.family, scope, self.node, changed, programmed, self.node_changed)
+
+    def _held(self, key: ServicePortKey) -> ServicePlan | None:
+        """Return the acknowledged plan of a withheld service port, unless another has its frontends now."""
+        plan = self._before.get(key)
+        if plan is None or any(self._claims.holder(each) not in (None, key) for each in plan.frontends()):
+            return None
+        return plan
 
     def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
         """Record that the last update is done, except for *unserved*, which is part of the next one.
@@ -208,9 +303,10 @@ class FamilyPlans:
         Return the changes since the last acknowledgement.
         """
         self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
-        steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
+        steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()
+                 if key not in self._withheld]
         self._health_checked.update(key.service for key in self.unserved.keys() | unserved.keys())
-        self._before = {}
+        self._before = {key: self._before[key] for key in self._withheld if key in self._before}
         self.unserved = dict(unserved)
         self.node_changed = False
         return steps
@@ -292,11 +388,18 @@ class FamilyPlans:
 
     def _is_giant(self, name: ServiceName) -> bool:
         """Return whether a Service is a giant now, or was one when it was planned."""
-        return name in self._giants or count_destinations(self._objects.slices.get(name)) > GIANT
+        return name in self._giants or self._elements(name) > GIANT
+
+    def _elements(self, name: ServiceName) -> int:
+        service = self._store.services.get(name)
+        return count_elements(service, self._objects.slices.get(name), self.family)
 
     def _usable_slices(self, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
         slices = self._objects.slices.get(name)
-        return within_limit(slices) if slices and count_destinations(slices) > MOST_DESTINATIONS else slices
+        if not slices:
+            return slices
+        most = most_destinations(self._store.services.get(name), self.family)
+        return within_limit(slices, most) if count_destinations(slices) > most else slices
 
     def _as_planned(
         self, name: ServiceName, slices: Mapping[str, EndpointSlice] | None
@@ -325,7 +428,7 @@ class FamilyPlans:
     def _note_size(self, name: ServiceName) -> None:
         """Note whether a Service that is being planned is a giant, and how many slices it may not use."""
         slices = self._objects.slices.get(name) or {}
-        if count_destinations(slices) > GIANT:
+        if self._elements(name) + self._slots.get(name, 0) > GIANT:
             self._giants.add(name)
         elif name in self._giants:
             self._giants.remove(name)
@@ -363,6 +466,8 @@ class FamilyPlans:
             self._health_checked.add(key.service)
         if known == plan:
             return
+        if key in self._withheld:
+            self._reconsidered.add(key)
         if plan is None:
             del self.plans[key]
         else:

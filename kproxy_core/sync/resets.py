@@ -1,7 +1,7 @@
 """Resets of TCP connections to removed endpoints, after syncs (`plan.removed_endpoints`).
 
 Connection tracking knows the connections that rules translate, and a table of nf_tables resets them, which
-outlives this process as the connections do. Backends reset connections that they make themselves.
+outlives this process as the connections do. Relays and backends reset connections that they make themselves.
 """
 
 import logging
@@ -56,7 +56,7 @@ class ResetResult(NamedTuple):
     pairs: int
     """Pairs of a frontend and a removed endpoint that have connections."""
     reset: int
-    """Connections that backends have reset."""
+    """Connections of relays and sockets that were reset."""
     problem: str
     """Why a search or a change failed, which is repeated; "": it did not."""
 
@@ -138,13 +138,16 @@ class ConnectionResets(SyncObserver):
 
     def __init__(
         self, families: Sequence[Family], done: Callable[[ResetResult], None], *,
+        relayed: Callable[[Family, IsRemoved], int] = lambda _family, _is_removed: 0,
         table: Callable[[Family], Table] = ResetTable, find: Find = connected_to_removed,
         clock: Callable[[], float] = time.monotonic, start: Callable[[Callable[[], None]], None] = _start,
     ) -> None:
         """*done* is told the result of each search and of each failed change, on either thread.
 
-        *start* starts the thread.
+        *relayed* resets connections that the core relays, and returns their number. *start* starts the
+        thread.
         """
+        self._relayed = relayed
         self._families = {family: _FamilyResets(table(family)) for family in families}
         self._done = done
         self._find = find
@@ -206,7 +209,7 @@ class ConnectionResets(SyncObserver):
             found = [Pair(*each) for each in self._find(family, is_removed, search.endpoints)]
             with of.lock:
                 of.write(found)
-            reset = self._reset_by_backends(family, is_removed)
+            reset = self._relayed(family, is_removed) + self._reset_by_backends(family, is_removed)
             with of.lock:
                 of.removed.settle(search, (
                     (key, pair.endpoint) for pair in found if (key := of.key_of(pair.frontend))))

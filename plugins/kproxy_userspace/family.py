@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kproxy_core.contract import IsRemoved, SyncReport, TrustLost
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.relay.orders import Endpoint, Serve
+from kproxy_core.linux.relay.orders import Serve
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
+from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_userspace.applied import Applied, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
@@ -99,12 +99,7 @@ class FamilyState:
     def reset_connections(self, is_removed: IsRemoved) -> int:
         """Reset the connections of relays to removed endpoints. Return their number. From any thread."""
         keys = {relay.number: relay.name.key for relay in self._applied.current_relays()}
-        removed: dict[int, set[Endpoint]] = {}
-        for number, (address, port) in self._workers.connected():
-            key = keys.get(number)
-            if key is not None and is_removed(key, Destination(parse_address(address), port)):
-                removed.setdefault(number, set()).add((address, port))
-        return self._workers.reset(removed)
+        return self._workers.reset_removed(keys, is_removed)
 
     def close_departed(self) -> None:
         """Close departing relays to which no client is connecting. From any thread.

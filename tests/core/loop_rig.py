@@ -55,6 +55,8 @@ class RecordingBackend(Backend):
         self.nodes: dict[Family, NodeView] = {}
         self.updates: list[Update] = []
         self.problems: list[Exception | None] = []
+        self.refuse: Callable[[Update], None] = lambda update: None
+        """Raises for what cannot be programmed."""
         self.unserved: dict[ServicePortKey, str] = {}
         self.degraded = ""
         self.damaged: Damage | None = None
@@ -75,6 +77,7 @@ class RecordingBackend(Backend):
         self.updates.append(copy)
         if problem is not None:
             raise problem
+        self.refuse(copy)
         held = self.held[update.family]
         if update.scope is Scope.RESYNC:
             held.clear()

@@ -1,19 +1,23 @@
-"""The worker processes of the proxy. A worker that exits is replaced."""
+"""The worker processes of the proxy. A worker that exits is replaced, and so is one that hangs."""
 
 import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kproxy_core.linux import process
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.relay import orders, wire
 from kproxy_core.linux.relay.counts import GAUGES, Counter, make_counts, open_counts
 from kproxy_core.linux.relay.orders import Close, Endpoint, Order, Serve, WorkerSettings
+from kproxy_core.model.address import parse_address
+from kproxy_core.model.service import Destination, ServicePortKey
 
-_ANSWER_SECONDS = 30.0
+_ANSWER_SECONDS = 10.0
+"""After which a worker hangs: ten thousand relays are opened in one."""
 _EXIT_SECONDS = 5.0
 
 
@@ -26,12 +30,10 @@ class Worker:
         ours, theirs = socket.socketpair()
         try:
             self.counts = open_counts(counts)
-            path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "kproxy_core.linux.relay.worker",
-                 *map(str, (theirs.fileno(), counts, *settings))],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
-                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+                process.interpreter("kproxy_core.linux.relay.worker", theirs.fileno(), counts, *settings),
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts], cwd="/",
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
         except OSError:
             ours.close()
@@ -41,6 +43,7 @@ class Worker:
             os.close(counts)
         ours.settimeout(_ANSWER_SECONDS)
         self.control = ours
+        self.started = time.monotonic()
         self.served: dict[int, Serve] = {}
         self.exit_reported = False
 
@@ -59,8 +62,12 @@ class Worker:
         try:
             self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        self.hang_up()
+        self.process.kill()
+        self.process.wait()
 
 
 def _exchange(
@@ -68,7 +75,7 @@ def _exchange(
 ) -> tuple[dict[Worker, list[Any]], str]:
     """Send commands to workers. Return their answers, and a problem, or "".
 
-    A worker that does not answer is ended.
+    A worker that does not answer is killed.
     """
     answers: dict[Worker, list[Any]] = {}
     problem = ""
@@ -84,7 +91,7 @@ def _exchange(
                         wire.send(worker.control, wire.encoded(commands))
                 except OSError as error:
                     problem = f"relay worker {worker.process.pid} does not answer: {error}"
-                    worker.end()
+                    worker.kill()
     return answers, problem
 
 
@@ -147,13 +154,20 @@ class WorkerPool:
         """Return the endpoints of the affinity of *client*, by relay. From any thread."""
         return dict(self._ask(orders.Recall(client)))
 
-    def connected(self) -> set[tuple[int, Endpoint]]:
-        """Return the relays and endpoints with open TCP connections between them. From any thread."""
-        return {(relay, endpoint) for relay, endpoint in self._ask(orders.ReportConnected())}
+    def reset_removed(
+        self, service_ports: Mapping[int, ServicePortKey],
+        is_removed: Callable[[ServicePortKey, Destination], bool],
+    ) -> int:
+        """Reset the TCP connections to removed endpoints. Return their number. From any thread.
 
-    def reset(self, endpoints: Mapping[int, Iterable[Endpoint]]) -> int:
-        """Reset the TCP connections of relays to these *endpoints*. Return their number. From any thread."""
-        resets = [orders.Reset(relay, tuple(among)) for relay, among in endpoints.items()]
+        *service_ports* are those of the relays, by number; connections of other relays are kept.
+        """
+        removed: dict[int, set[Endpoint]] = {}
+        for relay, (address, port) in self._ask(orders.ReportConnected()):
+            key = service_ports.get(relay)
+            if key is not None and is_removed(key, Destination(parse_address(address), port)):
+                removed.setdefault(relay, set()).add((address, port))
+        resets = [orders.Reset(relay, tuple(among)) for relay, among in removed.items()]
         return sum(number for (number,) in self._ask(*resets)) if resets else 0
 
     def _ask(self, *questions: orders.Question) -> list[Any]:
@@ -166,14 +180,25 @@ class WorkerPool:
         """Return the workers that have not been replaced. From any thread."""
         return list(self._workers)
 
-    def close(self) -> None:
-        """End all workers, and with them every connection."""
+    def check(self) -> None:
+        """Kill workers that do not answer. From any thread."""
+        self._ask(orders.Recall(""))
+
+    def close(self, *, unless_wanted: bool = False) -> None:
+        """End all workers, and with them every connection; *unless_wanted*: not while a relay is wanted."""
         with self._ordering:
+            if unless_wanted and self._wanted:
+                return
             for worker in self._workers:
                 worker.hang_up()
             for worker in self._workers:
                 self._end(worker)
             self._workers = []
+
+    def kill(self) -> None:
+        """Kill all workers, and so end the wait of any thread for one of them."""
+        for worker in list(self._workers):
+            worker.process.kill()
 
     def _order(self, orders: Sequence[tuple[Worker, Sequence[Order]]]) -> dict[int, str]:
         """Send orders and return the relays that failed, with the reason. Raises HostError."""

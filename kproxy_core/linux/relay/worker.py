@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -237,7 +236,3 @@ def main(arguments: list[str]) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
     worker.run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -74,12 +74,13 @@ def rig() -> Iterator[Rig]:
     made.source.stop()
 
 
-def slice_of(*sockets: str, check: Check | None = OFTEN) -> SliceSet:
+def slice_of(*sockets: str, check: Check | None = OFTEN, forward: str = "web") -> SliceSet:
     """A slice of a Forward to *sockets*, which have the same port."""
     hosts, ports = zip(*(where.rsplit(":", 1) for where in sockets), strict=True)
     (number,) = set(map(int, ports))
     return SliceSet(EndpointSlice(
-        SliceName("Forward", f"web:{number}"), WEB, Family.IPV4, (SlicePort("", Protocol.TCP, number),),
+        SliceName("Forward", f"{forward}:{number}"), service_name(f"Forward/{forward}"), Family.IPV4,
+        (SlicePort("", Protocol.TCP, number),),
         tuple(Endpoint(parse_address(host)) for host in hosts)), check=check)  # fmt: skip
 
 
@@ -241,3 +242,72 @@ def test_a_shortage_of_this_machine_says_nothing_about_endpoints(rig: Rig) -> No
         done = rig.result(one).successes
         rig.wait_for(lambda: rig.result(one).successes > done)
         assert rig.ready == {one, other}
+
+
+def test_forwards_share_the_check_of_a_server(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kproxy.checks")
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    with server() as one:
+        other = unused()
+        for forward in ("web", "a", "b"):
+            rig.give(slice_of(one, forward=forward), slice_of(other, forward=forward))
+        rig.wait_for(lambda: len(rig.source.results()) == 6 and rig.result(other).is_left_out)
+        checks = {checked.failures for target, checked in rig.source.results()
+                  if target.fields["endpoint"] == other}
+        assert len(checks) == 1
+        rig.wait_for(lambda: all(
+            checked.is_left_out == (target.fields["endpoint"] == other)
+            for target, checked in rig.source.results()))
+        assert len([text for text in said() if "left out" in text]) <= 3
+        caplog.clear()
+        with server(at=other):
+            rig.wait_for(lambda: not any(checked.is_left_out for _, checked in rig.source.results()))
+        (record,) = [each for each in caplog.records if "used again" in each.getMessage()]
+        fields = vars(record)["fields"]
+        assert (fields["endpoint"], fields["forwards"]) == (other, 3)
+    for forward in ("web", "a", "b"):
+        for where in (one, other):
+            _, port = where.split(":")
+            rig.give(SliceGone(SliceName("Forward", f"{forward}:{port}")))
+    assert rig.source.results() == []
+
+
+def test_silent_servers_delay_no_check_of_one_that_answers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them together have half of the sockets."""
+    monkeypatch.setattr("kproxy_core.kube.checks._MOST_AT_ONCE", 4)
+    with server() as answers, server(answer=None, at="0.0.0.0:0") as silent:
+        port = silent.rsplit(":", 1)[1]
+        hosts = [f"127.0.1.{each}:{port}" for each in range(1, 31)]
+        rig.give(slice_of(answers), slice_of(*hosts, check=Check(0.1, "/"), forward="silent"))
+        rig.wait_for(lambda: all(rig.result(each).failures for each in hosts))
+        before = rig.result(answers).successes
+        rig.wait_for(lambda: all(rig.result(each).failures > 3 for each in hosts))
+        assert rig.result(answers).successes - before >= 12, "four for each round of the others"
+
+
+def test_a_start_waits_for_silent_servers_no_longer_than_it_must(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy_core.kube.checks._MOST_AT_ONCE", 4)
+    monkeypatch.setattr("kproxy_core.kube.checks._LONGEST_HOLD", 0.1)
+    with server(answer=None, at="0.0.0.0:0") as silent:
+        port = silent.rsplit(":", 1)[1]
+        hosts = [f"127.0.1.{each}:{port}" for each in range(1, 31)]
+        passed: list[Event] = []
+        rig.source._emit = passed.extend
+        rig.give(slice_of(*hosts, check=Check(0.5, "/")), Complete("given"))
+        rig.wait_for(lambda: Complete("given") in passed)
+        assert not all(rig.result(each).failures for each in hosts)
+
+
+def test_another_kind_of_check_decides_anew(rig: Rig) -> None:
+    with server() as one, server() as other:
+        rig.give(slice_of(one), slice_of(other, check=Check(0.1, "/")))
+        rig.wait_for(lambda: rig.ready == {one})
+        rig.give(slice_of(other))
+        rig.wait_for(lambda: rig.ready == {one, other})

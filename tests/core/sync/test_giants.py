@@ -9,8 +9,8 @@ from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import Update
 from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice
-from kproxy_core.plan import endpoints as candidates
-from kproxy_core.sync import family, plans
+from kproxy_core.plan import budget
+from kproxy_core.sync import plans
 from tests.core.loop_rig import V4, Rig
 
 
@@ -18,8 +18,7 @@ from tests.core.loop_rig import V4, Rig
 def small_giants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Service with four endpoints be a giant, and have six at most."""
     monkeypatch.setattr(plans, "GIANT", 3)
-    for module in (candidates, plans, family):
-        monkeypatch.setattr(module, "MOST_DESTINATIONS", 6)
+    monkeypatch.setattr(budget, "MOST_DESTINATIONS", 6)
 
 
 def giant(number: int = 0, last: int = 4, *, name: str = "") -> EndpointSlice:

@@ -1,9 +1,11 @@
 """Node ports on loopback, relayed by a worker process."""
 
 import os
+import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -66,20 +68,40 @@ class Rig:
 
     def resync(self, of: Plans, node: NodeView = NODE, backend: Asking = BOTH) -> None:
         self.relays.follow(backend, full_update(node, of))
+        self.settle()
 
     def change(self, changed: Mapping[ServicePortKey, ServicePlan | None], of: Plans) -> None:
         self.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, changed, of))
+        self.settle()
 
     def make_delayed_calls(self) -> list[float]:
         """Make the calls that are due later. Return their delays."""
         due, self.delayed = self.delayed, []
         for _, call in due:
             call()
+        self.settle()
         return [seconds for seconds, _ in due]
 
+    def settle(self) -> None:
+        """Have the worker process answer, and make the calls that follow."""
+        assert self.relays.await_answers(PATIENCE)
+        while not self.calls.empty():
+            self.calls.get()()
+
+    def await_exit(self) -> None:
+        """Wait for the call that tells of the exit of a worker process, and make it."""
+        self.calls.get(timeout=PATIENCE)()
+        self.settle()
+
     def metrics(self) -> dict[str, float]:
-        return {each.name.removeprefix("kubeproxy_nftables_localhost_nodeport_"): each.value
-                for each in self.relays.measure()}
+        prefix = "kubeproxy_nftables_localhost_nodeport_"
+        return {each.name.removeprefix(prefix): each.value
+                for each in self.relays.measure() if each.name.startswith(prefix)}
+
+    def own_metric(self, name: str) -> float:
+        (value,) = (each.value for each in self.relays.measure()
+                    if each.name == f"kproxy_localhost_node_port_{name}")
+        return value
 
 
 @pytest.fixture
@@ -121,8 +143,11 @@ def reached(port: int = 30080) -> str:
 
 def children() -> set[int]:
     """Return the child processes of this one."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir()
-            for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # A thread has ended since they were listed.
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def test_a_process_runs_only_while_a_node_port_is_relayed(rig: Rig) -> None:
@@ -140,8 +165,10 @@ def test_a_process_runs_only_while_a_node_port_is_relayed(rig: Rig) -> None:
         assert (reached(), rig.metrics()["listeners"]) == ("a", 1)
         rig.change(dict.fromkeys(web(a)), {})
         assert reached() == ""
-        rig.make_delayed_calls()
-        assert children() == before
+        deadline = time.monotonic() + PATIENCE
+        while children() != before:  # It may not have seen the end of the connection yet.
+            assert time.monotonic() < deadline
+            rig.make_delayed_calls()
 
 
 def test_an_endpoint_that_is_replaced_is_not_dialled_any_more(rig: Rig) -> None:
@@ -185,9 +212,109 @@ def test_a_process_that_exits_is_replaced(rig: Rig) -> None:
         rig.resync(web(a))
         (pid,) = children() - before
         os.kill(pid, signal.SIGKILL)
-        rig.calls.get(timeout=PATIENCE)()
+        rig.await_exit()
+        assert children() - before - {pid}
+        assert (reached(), rig.own_metric("worker_exits_total")) == ("a", 1)
+
+
+def test_a_taken_port_keeps_no_process_from_being_replaced(rig: Rig) -> None:
+    before = children()
+    with answering("a") as a, socket.create_server(("127.0.0.1", 30081)):
+        rig.resync({**web(a), **web(a, "taken", 30081)})
+        assert len(rig.delayed) == 1
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGKILL)
+        rig.await_exit()
+        assert reached() == "a"
+
+
+def test_processes_that_die_one_after_another_are_replaced_less_and_less_often(rig: Rig) -> None:
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a))
+        delays = []
+        for _ in range(3):
+            (pid,) = children() - before
+            os.kill(pid, signal.SIGKILL)
+            rig.await_exit()
+            delays += rig.make_delayed_calls()
+            assert reached() == "a"
+        assert delays == [0.2, 0.4]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker process that does not answer hang sooner."""
+    monkeypatch.setattr("kproxy_core.linux.relay.pool._ANSWER_SECONDS", 2.0)
+
+
+def test_nobody_waits_for_a_process_that_hangs_and_it_is_replaced(rig: Rig, hasty: None) -> None:
+    before = children()
+    with answering("a") as a, answering("b") as b:
+        rig.resync(web(a))
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        of = web(b)
+        rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
+        assert not rig.relays.await_answers(0.0)
+        assert children() - before == {pid}
+        rig.settle()
+        problem = f"relay worker {pid} does not answer: timed out"
+        assert rig.shown[Family.IPV4] == f"default/web is not served on 127.0.0.1:30080: {problem}"
+        assert rig.relays.problem(NODE.family, *of) == rig.shown[Family.IPV4]
+        assert rig.metrics()["listeners"] == 0
+        rig.await_exit()
+        assert (reached(), rig.shown[Family.IPV4], rig.metrics()["listeners"]) == ("b", "", 1)
+
+
+def test_a_process_that_hangs_without_orders_is_noticed(
+    rig: Rig, hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy_core.sync.node_port_relays._CHECKED", 0.1)
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a))
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        rig.await_exit()
         assert children() - before - {pid}
         assert reached() == "a"
+
+
+def test_a_process_that_hangs_does_not_keep_the_proxy(rig: Rig, hasty: None) -> None:
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a))
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        of = web(a, node_port=30081)
+        rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
+        rig.relays.close()
+        assert children() == before
+
+
+def test_a_process_without_descriptors_is_reported(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_core.sync.node_port_relays._CHECKED", 0.1)
+    before = children()
+    with answering("a") as a:
+        rig.resync(web(a))
+        (pid,) = children() - before
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1))
+        with socket.create_connection(("127.0.0.1", 30080)):
+            rig.calls.get(timeout=PATIENCE)()
+            assert rig.shown[Family.IPV4] == "too few descriptors, local ports or memory for relays"
+            assert rig.own_metric("shortages_total") > 0
+
+
+def test_relays_of_the_mode_before_are_closed_after_a_switch(rig: Rig) -> None:
+    with answering("a") as a:
+        rig.resync(web(a))
+        rig.relays.settle(BOTH)
+        rig.settle()
+        assert reached() == "a"
+        rig.relays.settle(Asking(Protocol.UDP))
+        rig.settle()
+        assert reached() == ""
 
 
 def test_the_mode_that_serves_next_need_not_want_relays(rig: Rig) -> None:

@@ -1,0 +1,228 @@
+"""Service ports that a backend fails to program are left out, and all others are served."""
+
+from collections.abc import Callable, Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_conformance.builders import endpoint_slice, service
+from kproxy_core.contract.errors import SyncFailed, TrustLost
+from kproxy_core.contract.values import Scope, Update
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.sync.isolation import MOST_FAILURES, Isolation, UnservedServices
+from tests.core.loop_rig import Rig
+
+V4 = Family.IPV4
+Failure = Callable[[Collection[ServicePortKey]], Exception]
+
+FAILURES: dict[str, Failure] = {
+    "refused": lambda _: SyncFailed("EINVAL"),
+    "trust lost": lambda _: TrustLost("ENOENT"),
+    "unexpected": lambda _: KeyError("x"),
+    "named": lambda keys: SyncFailed("too large", service_ports=keys),
+}
+
+
+def key_of(number: int) -> ServicePortKey:
+    return ServicePortKey("default", f"s{number}", "", Protocol.TCP)
+
+
+def events_of(*numbers: int, endpoint: str = "10.0.0.1") -> list[Event]:
+    """Return events of Services with one *endpoint*; the backend can program those at 10.0.0.1 only."""
+    return [
+        event for number in numbers for event in (
+            ServiceSet(service(f"s{number}", ip=f"10.96.{number // 250}.{number % 250 + 1}")),
+            SliceSet(endpoint_slice(f"s{number}", endpoint)))
+    ]
+
+
+def is_bad(plan: ServicePlan) -> bool:
+    return any(each.address != b"\x0a\0\0\x01" for each in plan.reachable)
+
+
+class PickyRig(Rig):
+    """A backend that fails to program plans with endpoints other than 10.0.0.1."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.events: list[str] = []
+        self.unserved = UnservedServices(lambda name, text: self.events.append(text))
+        super().__init__(families=[V4], observers=lambda _: [self.unserved])
+        self.failure = failure
+        self.backend.refuse = self.refuse
+
+    def refuse(self, update: Update) -> None:
+        asked = update.plans if update.scope is Scope.RESYNC else {
+            key: plan for key, plan in update.changed.items() if plan is not None}
+        if found := [key for key, plan in asked.items() if is_bad(plan)]:
+            raise self.failure(found)
+
+    def work(self) -> list[Update]:
+        """Run turns until nothing is due within half a second. Return the updates."""
+        updates = self.turn()
+        while (at := self.loop.next_wakeup()) is not None and at <= self.clock.now + 0.5:
+            self.clock.now = max(self.clock.now, at)
+            updates += self.turn()
+        return updates
+
+    @property
+    def served(self) -> set[str]:
+        return {key.name for key in self.backend.held[V4]}
+
+    def count(self) -> float:
+        (found,) = self.unserved.measure()
+        return found.value
+
+
+@pytest.fixture(params=list(FAILURES))
+def rig(request: pytest.FixtureRequest) -> PickyRig:
+    return PickyRig(FAILURES[request.param])
+
+
+def test_others_are_served_and_what_fails_keeps_what_it_had(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(40)))
+    rig.work()
+    before = dict(rig.backend.held[V4])
+    rig.say(*events_of(3, 17, endpoint="10.0.0.2"), *events_of(40, 41))
+    updates = rig.work()
+    assert rig.served == {f"s{number}" for number in range(42)}
+    for number in (3, 17):
+        assert rig.backend.held[V4][key_of(number)] == before[key_of(number)]
+    assert len(updates) < 25
+    assert {event.split(" is not served: ")[0] for event in rig.events} == {"default/s3", "default/s17"}
+    assert rig.count() == 2
+    body = rig.health.healthz().body.decode()
+    assert "not served: default/s" in body
+    assert ", and 1 more" in body
+
+
+def test_a_first_sync_serves_others(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(20)), *events_of(20, endpoint="10.0.0.2"))
+    rig.work()
+    if isinstance(rig.failure([]), SyncFailed) and not getattr(rig.failure([key_of(0)]), "service_ports", ()):
+        assert rig.served == set(), "the kernel may have rules of an earlier process"
+    else:
+        assert rig.served == {f"s{number}" for number in range(20)}
+        assert rig.count() == 1
+
+
+def test_a_change_of_what_fails_is_tried_at_once_and_others_need_not_wait(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(10)))
+    rig.work()
+    rig.say(*events_of(5, endpoint="10.0.0.2"))
+    rig.work()
+    assert rig.count() == 1
+    rig.say(*events_of(6, endpoint="10.0.0.1"), *events_of(11))
+    assert "s11" in rig.served
+    assert rig.count() == 1
+    rig.say(*events_of(5, endpoint="10.0.0.1"))
+    rig.work()
+    assert (rig.count(), rig.served) == (0, {f"s{number}" for number in (*range(10), 11)})
+    assert rig.backend.held[V4] == dict(rig.loop.plans[V4].plans)
+
+
+def test_what_fails_is_tried_again_at_growing_intervals(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(10)))
+    rig.work()
+    rig.say(*events_of(4, 5, endpoint="10.0.0.2"))
+    rig.work()
+    rig.backend.take()
+    rig.clock.now += 100
+    rig.turn()
+    rig.work()
+    assert len(rig.events) == 2, "it is reported once"
+    rig.backend.refuse = lambda update: None
+    rig.clock.now += 1000
+    rig.turn()
+    rig.work()
+    assert rig.count() == 0
+    assert rig.backend.held[V4] == dict(rig.loop.plans[V4].plans)
+
+
+def test_a_deleted_service_is_not_tried_again(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(4)))
+    rig.work()
+    rig.say(*events_of(2, endpoint="10.0.0.2"))
+    rig.work()
+    rig.say(ServiceGone(ServiceName("default", "s2")))
+    rig.work()
+    assert (rig.served, rig.count()) == ({"s0", "s1", "s3"}, 0)
+
+
+def test_a_full_sync_keeps_what_was_left_out_as_it_was(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(6)))
+    rig.work()
+    before = dict(rig.backend.held[V4])
+    rig.say(*events_of(2, endpoint="10.0.0.2"))
+    rig.work()
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "something")
+    (update, *_) = rig.work()
+    assert update.scope is Scope.RESYNC
+    assert rig.backend.held[V4] == before
+
+
+def test_an_address_that_moves_from_what_was_left_out_is_served(rig: PickyRig) -> None:
+    rig.start(*events_of(*range(3)))
+    rig.work()
+    rig.say(ServiceSet(service("s1", ip="10.96.9.9")), SliceSet(endpoint_slice("s1", "10.0.0.2")))
+    rig.work()
+    rig.say(ServiceSet(service("heir", ip="10.96.0.2")), SliceSet(endpoint_slice("heir", "10.0.0.1")))
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "something")
+    rig.work()
+    assert rig.served == {"s0", "heir", "s2"}
+
+
+def test_a_failure_of_the_kernel_accuses_no_service_and_deletes_nothing() -> None:
+    rig = PickyRig(FAILURES["refused"])
+    rig.start(*events_of(*range(10)))
+    rig.work()
+    rig.backend.refuse = lambda update: (_ for _ in ()).throw(SyncFailed("ENOBUFS"))
+    rig.say(*events_of(10))
+    for _ in range(10):
+        rig.clock.now += 30
+        rig.turn()
+    assert (rig.served, rig.events) == ({f"s{number}" for number in range(10)}, [])
+    rig.backend.refuse = lambda update: None
+    rig.clock.now += 60
+    rig.turn()
+    rig.work()
+    assert rig.served == {f"s{number}" for number in range(11)}
+
+
+@given(st.sets(st.integers(0, 59)), st.integers(1, 60), st.booleans())
+def test_halves_find_exactly_what_fails(bad: set[int], number: int, first_without: bool) -> None:
+    suspects = [key_of(each) for each in range(number)]
+    wanted = {key_of(each) for each in bad if each < number}
+    isolation = Isolation(longest=300)
+    isolation.search(suspects, 0.0, first_without=first_without)
+    programmed: set[ServicePortKey] = set()
+    syncs = failures = 0
+    while isolation.trial is not None:
+        syncs += 1
+        assert not isolation.withheld & set(isolation.trial)
+        if wanted & set(isolation.trial):
+            failures += 1
+            assert isolation.failed("no", 0.0)
+        else:
+            programmed.update(isolation.trial)
+            isolation.succeeded(0.0)
+    assert (set(isolation.left_out), programmed) == (wanted, set(suspects) - wanted)
+    assert syncs <= 2 * len(wanted) * number.bit_length() + 3
+    assert (isolation.retry_at is None) == (not wanted)
+
+
+def test_a_search_among_too_many_ends() -> None:
+    isolation = Isolation(longest=300)
+    isolation.search([key_of(each) for each in range(10_000)], 0.0, first_without=True)
+    isolation.succeeded(0.0)
+    failures = 0
+    while isolation.trial is not None:
+        assert isolation.failed("no", 0.0)
+        failures += 1
+    assert failures == MOST_FAILURES
+    assert len(isolation.left_out) == 10_000
