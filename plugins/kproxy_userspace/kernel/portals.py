@@ -19,6 +19,7 @@ from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, TABLE
+from kproxy_userspace.settings import ROOTLESS
 from kproxy_userspace.skeleton import JUMPS, nft_layout, nft_maps, nft_table, plan_cleanup
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
@@ -263,5 +264,7 @@ def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = 
         portals.check()
     except HostError as error:
         because = "; ".join([*problems, str(error)])
-        raise Unsupported(f"{family.label} cannot be redirected: {because}", family) from error
+        raise Unsupported(
+            f"{family.label} cannot be redirected: {because}; run as root or with CAP_NET_ADMIN, {ROOTLESS}",
+            family) from error
     return portals
