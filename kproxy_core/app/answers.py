@@ -134,18 +134,20 @@ def explain(asked: Explain, node: PlannedNode, *, live: bool) -> Answer:
 
     Raises NoAnswer.
     """
-    found = cases_of(asked, node.plans, live=live)
+    found = cases_of(asked, node.plans, node.instance, live=live)
     caveats = [caveats_of(case, node.registry, node.instance) for case in found]
     return {"mode": node.instance.mode, "packets": explain_cases(found, node.instance, caveats, live=live)}
 
 
-def cases_of(asked: Explain, plans: Mapping[Family, ReadablePlans], *, live: bool) -> list[Case]:
+def cases_of(
+    asked: Explain, plans: Mapping[Family, ReadablePlans], instance: BackendInstance, *, live: bool
+) -> list[Case]:
     """Return the packets that *asked* means. Raises NoAnswer.
 
     *live*: this machine is the node, so that its routes tell the interface of a sender.
     """
     sender = parse_sender(asked.sender, asked.origin)
-    return cases(plans, parse_target(asked.to), sender, _interface_towards if live else None)
+    return cases(plans, parse_target(asked.to), sender, _interface_towards if live else None, instance)
 
 
 def explain_cases(

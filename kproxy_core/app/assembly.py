@@ -188,8 +188,11 @@ def make_events(
         return EventRecorder(node_name, None)
     from kproxy_core.observe.event_writer import write_event
 
-    host = socket.gethostname().strip().lower()
-    return EventRecorder(node_name, partial(write_event, access, host, observe))
+    return EventRecorder(node_name, partial(write_event, access, _machine_name(), observe))
+
+
+def _machine_name() -> str:
+    return socket.gethostname().strip().lower()
 
 
 def make_about(config: Config, flags: Flags) -> About:
@@ -201,6 +204,7 @@ def make_about(config: Config, flags: Flags) -> About:
         statusz=config.feature_gates.get("ComponentStatusz", True),
         flagz=config.feature_gates.get("ComponentFlagz", True),
         many_series=config.kproxy.count_traffic,
+        names=frozenset(filter(None, (_machine_name(), config.hostname_override))),
     )
 
 

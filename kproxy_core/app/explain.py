@@ -156,6 +156,14 @@ InterfaceTowards = Callable[[Address], str]
 """Returns the interface to which the route to an address leads. Its packets are taken to arrive there."""
 
 
+class NodePortsOnLoopback(typing.Protocol):
+    """The claims of a mode. See `Backend`."""
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool: ...
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool: ...
+
+
 class Case(NamedTuple):
     """One packet with everything that decides its fate."""
 
@@ -202,7 +210,7 @@ class Case(NamedTuple):
 
 def cases(
     plans: Mapping[Family, ReadablePlans], target: Target, sender: Sender,
-    interface_towards: InterfaceTowards | None,
+    interface_towards: InterfaceTowards | None, mode: NodePortsOnLoopback,
 ) -> list[Case]:
     """Return the packets that *sender* may send to *target*. Raises NoAnswer.
 
@@ -212,7 +220,7 @@ def cases(
     for family, of_family in plans.items():
         if sender.address is not None and family_of(sender.address) is not family:
             continue
-        for destination, frontend in _destinations(of_family, target):
+        for destination, frontend in _destinations(of_family, target, mode):
             for origin, source, is_typical in _senders(of_family, sender, destination, interface_towards):
                 found.append(Case.of(
                     of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
@@ -223,15 +231,19 @@ def cases(
     return found
 
 
-def _destinations(plans: ReadablePlans, target: Target) -> Iterator[tuple[Address, Frontend]]:
+def _destinations(
+    plans: ReadablePlans, target: Target, mode: NodePortsOnLoopback
+) -> Iterator[tuple[Address, Frontend]]:
     dialled = None if isinstance(target, ServiceTarget) else target.address
-    for frontend in _frontends(plans, target):
+    for frontend in _frontends(plans, target, mode):
         address = dialled or frontend.address or _node_address(plans.node)
         if address is not None:
             yield address, frontend
 
 
-def _frontends(plans: ReadablePlans, target: Target) -> Sequence[Frontend]:
+def _frontends(
+    plans: ReadablePlans, target: Target, mode: NodePortsOnLoopback
+) -> Sequence[Frontend]:
     if isinstance(target, ServiceTarget):
         keys = sorted(filter(target.means, plans.plans))
         return [frontend for key in keys for frontend in plans.plans[key].frontends()]
@@ -240,8 +252,19 @@ def _frontends(plans: ReadablePlans, target: Target) -> Sequence[Frontend]:
     if isinstance(target, AddressTarget):
         return [frontend for _, frontend in _frontends_at(plans, target.address)]
     node_port = target._replace(address=None)
-    on_node = target.address in plans.node.node_port_addresses
+    on_node = target.address in plans.node.node_port_addresses or (
+        target.address is not None and is_loopback(target.address)
+        and _is_served_on_loopback(plans.node, target.address, target.protocol, mode))
     return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
+
+
+def _is_served_on_loopback(
+    node: NodeView, address: Address, protocol: Protocol, mode: NodePortsOnLoopback
+) -> bool:
+    """Return whether node ports are served at *address*, by the mode's objects or by relays."""
+    is_relayed = node.relays_node_ports and address == node.family.loopback and (
+        mode.wants_relays(node.family, protocol))
+    return is_relayed or (node.node_ports_on_loopback and mode.serves_on_loopback(node, address, protocol))
 
 
 def _frontends_at(plans: ReadablePlans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
@@ -264,13 +287,18 @@ def _senders(
     plans: ReadablePlans, sender: Sender, destination: Address, interface_towards: InterfaceTowards | None
 ) -> Iterator[tuple[Origin, Address, bool]]:
     node, address = plans.node, sender.address
+    may_send = [Origin.NODE] if is_loopback(destination) else list(Origin)
     if address is not None:
         # Only the node sends from the address that it dials, such as a ClusterIP that an interface has.
         of_itself = Origin.NODE if address == destination else None
-        yield sender.origin or of_itself or _origin_of(address, plans, interface_towards), address, False
+        origin = sender.origin or of_itself or _origin_of(address, plans, interface_towards)
+        if origin in may_send:
+            yield origin, address, False
         return
-    for origin in [sender.origin] if sender.origin else Origin:
-        yield origin, stand_in(origin, node), True
+    for origin in may_send:
+        if sender.origin in (None, origin):
+            own = node.family.loopback if is_loopback(destination) else stand_in(origin, node)
+            yield origin, own, True
 
 
 def _origin_of(source: Address, plans: ReadablePlans, interface_towards: InterfaceTowards | None) -> Origin:
@@ -311,6 +339,9 @@ def why_no_packet(plans: Mapping[Family, ReadablePlans], target: Target, sender:
     if sender.address is not None and family_of(sender.address) is not family_of(target.address):
         return (f"sender {format_address(sender.address)} and target {format_address(target.address)} "
                 "are of different IP families")
+    if family_of(target.address) in plans and is_loopback(target.address):
+        return (f"packets to {format_address(target.address)} do not leave the sender's network namespace: "
+                "only the node can send them here")
     return f"{family_of(target.address).label} is not served on this node"
 
 
@@ -344,10 +375,12 @@ def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Pro
     plan = case.plans.owner(Frontend(None, packet.protocol, packet.port))
     if plan is None or not (node.relays_node_ports and wants_relays(node.family, packet.protocol)):
         return side
-    endpoints = plan.relayed_to
-    if not endpoints or case.plans.relay_problem(plan.key):
-        return side
     where = format_socket(packet.destination, packet.port)
+    if problem := case.plans.relay_problem(plan.key):
+        return KernelSide((*side.objects, KernelObject("relay", problem)), side.fate)
+    endpoints = plan.relayed_to
+    if not endpoints:
+        return side
     objects = [KernelObject("relay", f"{where} -> {format_socket(*endpoint)}") for endpoint in endpoints]
     choices = tuple(EndpointShare(each, 1 / len(endpoints), masqueraded=True) for each in endpoints)
     fate = Fate(Outcome.FORWARDED, "a relay serves node ports on loopback", choices)

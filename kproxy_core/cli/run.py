@@ -79,11 +79,14 @@ def begin_access(config: Config) -> CurrentAccess:
 def write_config(flags: Flags) -> None:
     """Write the effective configuration to the file that ``--write-config-to`` names."""
     from kproxy_core.config.settings import written
+    from kproxy_core.contract.registry import Registry
     from kproxy_core.modes.settings import Configuration
 
     path = flags["write_config_to"]
     with cli_errors():
         config = Configuration.read(flags).asked
+        if config.mode:
+            Registry(plugins=config.kproxy.plugins).check_mode(config.mode)
         text = written(config)
         try:
             with open(path, "w", encoding="utf-8") as output:

@@ -61,7 +61,7 @@ NO_EFFECT = {
 }
 """Fields that are accepted and checked, but change nothing, with the reason."""
 
-OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
+OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange", "udpIdleTimeout")}
 """The fields outside of a mode's section that are its options, as in kube-proxy 1.25, by mode."""
 
 _PREVIOUS_MINORS = ("1.35", "1.36", "1.37")
@@ -91,8 +91,10 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
     for path, reason in NO_EFFECT.items():
         if field_at(document, path) != field_at(_DEFAULT, path):
             yield path, reason
-    if document.port_range and document.mode != "userspace":
-        yield "portRange", "it is for mode userspace"
+    if document.mode != "userspace":
+        for path in ("portRange", "udpIdleTimeout"):
+            if field_at(document, path):
+                yield path, "it is for mode userspace"
     for name, value in sorted(document.feature_gates.items()):
         gate = FEATURE_GATES.get(name)
         if gate is None and name not in _STAGES:
@@ -116,7 +118,6 @@ _POSITIVE = "must be greater than 0"
 _WITHIN_A_MARK = "must be within 0 to 31"
 
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
-    ("mode", re.compile(r"[a-z0-9-]*", re.ASCII).fullmatch, "must be lower case letters, digits and dashes"),
     ("kproxy.modeFallback", ("auto", "never").__contains__, "must be auto or never"),
     ("kproxy.modeFromNodeLabel", lambda key: not key or _LABEL_KEY.fullmatch(key),
      "must be the key of a label, such as kproxy.dev/mode"),
@@ -151,6 +152,8 @@ def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
     yield from _periods(document)
     if document.mode == "nftables" and not 0 <= (bit := document.nftables.masquerade_bit) <= 31:
         yield Problem("nftables.masqueradeBit", bit, _WITHIN_A_MARK)
+    if document.udp_idle_timeout is not None and document.udp_idle_timeout <= 0:
+        yield Problem("udpIdleTimeout", document.udp_idle_timeout, _POSITIVE)
     yield from _ipvs(document)
     yield from _negative("conntrack", document.conntrack)
     yield from _logging(document.logging, gates_in_effect(document.feature_gates)["LoggingAlphaOptions"])
@@ -178,7 +181,7 @@ def _ipvs(document: KubeProxyConfiguration) -> Iterator[Problem]:
     if document.mode != "ipvs":
         return
     yield from _negative("ipvs", document.ipvs, "tcp_timeout", "tcp_fin_timeout", "udp_timeout")
-    for index, text in enumerate(document.ipvs.exclude_cidrs):
+    for index, text in enumerate(document.ipvs.exclude_cidrs or ()):
         try:
             parse_cidr(text)
         except ValueError:

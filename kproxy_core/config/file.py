@@ -5,12 +5,13 @@ rules are in `kproxy_core.config.check` and `kproxy_core.config.settings`.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from kproxy_core.model.duration import DefaultDuration, Duration, NumberOrDuration, duration_from
+from kproxy_core.model.near_names import did_you_mean
 from kproxy_core.model.service import parse_last_resort
 
 API_VERSION = "kubeproxy.config.k8s.io/v1alpha1"
@@ -113,7 +114,7 @@ class Iptables(ModeSection, frozen=True, kw_only=True, rename="camel"):
 class Ipvs(ModeSection, frozen=True, kw_only=True, rename="camel"):
     min_sync_period: Duration = DefaultDuration(0)
     scheduler: str = ""
-    exclude_cidrs: tuple[str, ...] = msgspec.field(default=(), name="excludeCIDRs")
+    exclude_cidrs: tuple[str, ...] | None = msgspec.field(default=None, name="excludeCIDRs")
     strict_arp: bool = msgspec.field(default=False, name="strictARP")
     tcp_timeout: Duration = Duration(0)
     tcp_fin_timeout: Duration = Duration(0)
@@ -191,7 +192,7 @@ _SECTIONS = {"ebpf": "nftables"}
 class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"):
     """The whole file. An address or mode of "" is not set."""
 
-    ZERO_IS_DEFAULT = frozenset({"bind_address", "config_sync_period"})
+    ZERO_IS_DEFAULT = frozenset({"bind_address", "config_sync_period", "udp_idle_timeout"})
     feature_gates: dict[str, bool] = {}
     client_connection: ClientConnection = ClientConnection()
     logging: Logging = Logging()
@@ -209,11 +210,13 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
     detect_local_mode: str = ""
     detect_local: DetectLocal = DetectLocal()
     cluster_cidr: str = msgspec.field(default="", name="clusterCIDR")
-    node_port_addresses: tuple[str, ...] = ()
+    node_port_addresses: tuple[str, ...] | None = None
     oom_score_adj: Int32 = -999
     conntrack: Conntrack = Conntrack()
     config_sync_period: Duration = Duration(900)
     port_range: str = ""
+    udp_idle_timeout: Duration | None = None
+    """None: the default of the mode."""
     winkernel: Winkernel = Winkernel()
     windows_run_as_service: bool = False
     kproxy: Kproxy = Kproxy()
@@ -264,12 +267,24 @@ def decode(text: str) -> FileConfig:
     return FileConfig(document, tuple(found.notices))
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a hint at the one of the *known* names that is nearest to *name*; "" if none is near."""
-    import difflib  # needed only for a file with mistakes
+def _hint_at(name: str, kind: type[_Section], path: str) -> str:
+    """Return a hint at the field that *name* means in the section *kind* at *path*; "" if none is near."""
+    elsewhere = [found for found in _PATHS if found.rpartition(".")[2] == name]
+    if elsewhere and name not in kind.__struct_encode_fields__:
+        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+    return did_you_mean(name, kind.__struct_encode_fields__)
 
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+def _paths(section: _Section, path: str = "") -> Iterator[str]:
+    """Yield the paths of all fields of *section* that are no sections."""
+    for each in msgspec.structs.fields(section):
+        if isinstance(each.default, _Section):
+            yield from _paths(each.default, f"{path}{each.encode_name}.")
+        else:
+            yield f"{path}{each.encode_name}"
+
+
+_PATHS = tuple(_paths(KubeProxyConfiguration()))
 
 
 _S = TypeVar("_S", bound=_Section)
@@ -289,7 +304,7 @@ class _Found:
         for name, value in raw.items():
             known = fields.get(name) if isinstance(name, str) else None
             if known is None:
-                hint = did_you_mean(str(name), fields)
+                hint = _hint_at(str(name), kind, path)
                 self.notices.append(f"{path}{name}: unknown field, ignored{hint}")
             elif value is None:
                 continue
@@ -323,11 +338,15 @@ class _Found:
                 mapping: dict[object, object] = super().construct_mapping(node, deep)
                 return mapping
 
+        loader = Loader(text)
         try:
-            return yaml.load(text, Loader=Loader)
+            document = loader.get_data() if loader.check_data() else None
         except yaml.YAMLError as error:
             where = " ".join(str(error).split())
             raise ConfigError((Problem("--config", "", f"is neither YAML nor JSON: {where}"),)) from error
+        if _has_more(loader):
+            self.notices.append("only the first document counts, as in kube-proxy")
+        return document
 
     def _pairs(self, pairs: list[tuple[object, object]]) -> dict[object, object]:
         names = [name for name, _ in pairs]
@@ -336,9 +355,23 @@ class _Found:
         return dict(pairs)
 
 
+def _has_more(loader: Any) -> bool:
+    """Return whether anything but empty documents follows in *loader*."""
+    import yaml
+
+    try:
+        while loader.check_node():
+            if loader.get_node().value:
+                return True
+    except yaml.YAMLError:
+        return True
+    return False
+
+
 def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Problem:
     text, _, where = str(error).replace("`", "").partition(" - at $")
     index = re.fullmatch(r"\[(\d+)\]", where)
     if index and isinstance(value, list):
         value = value[int(index[1])]
-    return Problem(path + where, value, text.replace("Expected object", "Expected a mapping"))
+    text = text.replace("Expected object", "Expected a mapping").replace(" | null", "")
+    return Problem(path + where, value, text)

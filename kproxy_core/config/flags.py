@@ -178,7 +178,7 @@ OLDER = (
     Flag("metrics-port", "N"),
     Flag("cleanup-ipvs", "", beside_a_file=True),  # With =false, --cleanup keeps the rules of that mode.
     Flag("proxy-port-range", "RANGE", "", ("portRange",)),
-    Flag("udp-timeout", "DURATION", "", ("kproxy.backendOptions.userspace.udpIdleTimeout",)),
+    Flag("udp-timeout", "DURATION", "", ("udpIdleTimeout",)),
     Flag("resource-container", "NAME", no_effect="the container runtime sets the cgroup"),
     Flag("machine-id-file", "FILES", no_effect="nothing reads it", repeats=True),
     Flag("boot-id-file", "FILES", no_effect="nothing reads it", repeats=True),

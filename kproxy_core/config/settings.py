@@ -72,6 +72,8 @@ def merge(flags: Flags, file: FileConfig | None) -> Merged:
     for parameter, flag in FLAGS.items():
         if flags.get(parameter):
             _take(merged, flag, flags[parameter], file is not None)
+    if name := flags.get("hostname_override", "").strip().lower():  # as in kube-proxy, not that of a file
+        merged.document = msgspec.structs.replace(merged.document, hostname_override=name)
     if not file and not flags.get("write_config_to"):
         _take_ports(merged, flags)
     return merged
@@ -125,6 +127,10 @@ def _with(section: Any, path: list[str], text: str) -> Any:
     return msgspec.structs.replace(section, **{found.name: value})
 
 
+_LISTS = ("exclude_cidrs", "node_port_addresses")
+"""Fields with lists that are None unless they are given."""
+
+
 def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> object:
     if isinstance(before, bool):
         return truth(text)
@@ -136,7 +142,7 @@ def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> objec
         return (*_vmodule(text.split(",")), *before)
     if found.name == "plugins" and isinstance(before, tuple):
         return (*before, *text.split(","))
-    if isinstance(before, tuple):
+    if isinstance(before, tuple) or found.name in _LISTS:
         return tuple(text.split(","))
     try:
         value: object = msgspec.convert(text, found.type, strict=False, dec_hook=duration_from)
@@ -418,7 +424,7 @@ class _Parser:
 
     def node_port_addresses(self) -> NodePortAddresses:
         try:
-            return parse_node_port_addresses(self._document.node_port_addresses)
+            return parse_node_port_addresses(self._document.node_port_addresses or ())
         except ConfigError as error:
             self.problems += error.problems
             return ()
@@ -443,7 +449,8 @@ def _options(document: KubeProxyConfiguration) -> dict[str, tuple[str, object]]:
     return own | {option: (f"kproxy.backendOptions.{mode}.{option}", added[option]) for option in added}
 
 
-_LEFT_OUT_IF_EMPTY = frozenset({"featureGates", "splitStream", "vmodule", "windowsRunAsService"})
+_LEFT_OUT_IF_EMPTY = frozenset({
+    "featureGates", "splitStream", "udpIdleTimeout", "vmodule", "windowsRunAsService"})
 _WRITTEN_SECTIONS = ("iptables", "ipvs", "nftables")
 _STRING = "tag:yaml.org,2002:str"
 
@@ -463,13 +470,17 @@ def effective(config: Config) -> dict[str, Any]:
     everything = "nftables" if active == "nftables" else "iptables"
     for name in ("iptables", "nftables"):
         plain[name]["masqueradeAll"] = name == everything and config.masquerade_all
+    if active == "nftables" and not plain["nodePortAddresses"]:
+        plain["nodePortAddresses"] = ["primary"]
+    if mode != "userspace":  # kube-proxy 1.36 accepts these fields, and has no use for them
+        plain |= {"portRange": ""}
+        plain.pop("udpIdleTimeout", None)
     if config.document.kproxy == Kproxy():
         del plain["kproxy"]
     return plain | {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "mode": mode,
-        "hostnameOverride": config.hostname_override,
         "detectLocalMode": config.detect_local_mode.value,
         "healthzBindAddress": str(config.healthz_bind_address or ""),
         "metricsBindAddress": str(config.metrics_bind_address),
@@ -516,7 +527,7 @@ def _plain_value(value: object) -> object:
     if isinstance(value, Duration):
         return str(value)
     if isinstance(value, tuple):
-        return [_plain_value(item) for item in value] or None
+        return [_plain_value(item) for item in value]
     if isinstance(value, dict):
         return {str(name): _plain_value(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -15,7 +15,8 @@ from kproxy_core.contract.values import (
     SyncReport,
     Update,
 )
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
@@ -70,6 +71,13 @@ class Backend(ABC):
 
         Asked before and after each sync, about TCP and UDP, where `NodeView.relays_node_ports` is set. By
         default, False: this backend serves them there itself, or not at all.
+        """
+        return False
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        """Return whether this mode's own objects serve node ports at *address*, one of the node's loopback.
+
+        Asked by ``kproxy explain``, where `NodeView.node_ports_on_loopback` is set. By default, False.
         """
         return False
 
@@ -176,6 +184,9 @@ class LayeredBackend(Backend):
 
     def wants_relays(self, family: Family, protocol: Protocol) -> bool:
         return self.base.wants_relays(family, protocol)
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        return self.base.serves_on_loopback(node, address, protocol)
 
     def render(self, update: Update) -> str | None:
         return self.base.render(update)

@@ -24,7 +24,8 @@ from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import BackendError, PluginFailed, one_line
 from kproxy_core.contract.values import Measurement
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
@@ -378,6 +379,13 @@ class BackendInstance:
         """Return False, too, if the backend fails."""
         try:
             return bool(self._call("wants_relays", family, protocol, may_raise=()))
+        except PluginFailed:
+            return False
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        """Return False, too, if the backend fails."""
+        try:
+            return bool(self._call("serves_on_loopback", node, address, protocol, may_raise=()))
         except PluginFailed:
             return False
 

@@ -24,6 +24,7 @@ from kproxy_core.contract.caveats import of_budget
 from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, one_line
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.linux.errors import HostError
+from kproxy_core.model.near_names import did_you_mean
 from kproxy_core.model.service import Destination
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class UnknownMode(BackendError):
 
     def __init__(self, mode: str, known: Iterable[str], *, blocked: bool) -> None:
         problem = f"the plugin of mode {mode!r} is blocked by -p no:{mode}" if blocked else (
-            f"no backend provides mode {mode!r}")
+            f"no backend provides mode {mode!r}{did_you_mean(mode, known)}")
         super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
 
 
@@ -178,6 +179,11 @@ class Registry:
     def modes(self) -> list[str]:
         """All installed modes, loaded or not, sorted."""
         return sorted({*self._offered, *self.descriptions})
+
+    def check_mode(self, mode: str) -> None:
+        """Raise UnknownMode if no plugin provides *mode*."""
+        if mode not in self.modes:
+            raise UnknownMode(mode, self.modes, blocked=mode in self._blocked)
 
     def load(self, mode: str) -> values.Description:
         """Load the plugin of *mode* if needed; return its description. Raises UnknownMode, PluginRefused."""

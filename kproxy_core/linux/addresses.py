@@ -6,12 +6,11 @@ Everything acts on the network namespace of the calling thread.
 import logging
 import socket
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, attribute, attributes, messages
+from kproxy_core.linux.messages import NETLINK_ROUTE, Malformed, attribute, attributes, decoding, messages
 from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.model.address import Address, Family, family_of, is_loopback, parse_address
 
@@ -38,6 +37,7 @@ _RTM_GETROUTE: Final = 26
 _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 _RTA_DST, _RTA_OIF = 1, 4
 _RTN_LOCAL: Final = 2
+_INDEX: Final = struct.Struct("=i")
 
 
 class InterfaceAddress(NamedTuple):
@@ -67,12 +67,16 @@ def interface_name(index: int) -> str:
 
 
 def decode_interface_address(data: bytes, start: int, end: int) -> InterfaceAddress:
-    """Decode the payload of an RTM_NEWADDR or RTM_DELADDR message."""
-    family, prefix_length, _, scope, interface = IFADDRMSG.unpack_from(data, start)
+    """Decode the payload of an RTM_NEWADDR or RTM_DELADDR message. Raises Malformed."""
+    with decoding("an address of an interface"):
+        family, prefix_length, _, scope, interface = IFADDRMSG.unpack_from(data, start)
     found = attributes(data, start + IFADDRMSG.size, end)
-    return InterfaceAddress(
+    address = InterfaceAddress(
         interface, family, prefix_length, scope, found.get(IFA_ADDRESS), found.get(IFA_LOCAL)
     )
+    if prefix_length > 8 * len(address.address):
+        raise Malformed(f"an address of {len(address.address)} bytes with a prefix of {prefix_length} bits")
+    return address
 
 
 def read_interface_addresses() -> list[InterfaceAddress]:
@@ -181,9 +185,13 @@ def read_route(sock: NetlinkSocket, address: Address) -> Route:
     """Return the route to *address*, as packets of this node take it. Raises OSError without one."""
     family = family_of(address)
     header = _RTMSG.pack(family.af, family.bits, 0, 0, 0, 0, 0, 0, 0)
-    ((data, start, end),) = sock.request(_RTM_GETROUTE, 0, header + attribute(_RTA_DST, address))
-    interface = attributes(data, start + _RTMSG.size, end).get(_RTA_OIF, b"")
-    return Route(int.from_bytes(interface, sys.byteorder), _RTMSG.unpack_from(data, start)[7] == _RTN_LOCAL)
+    data, start, end = sock.request_one(_RTM_GETROUTE, header + attribute(_RTA_DST, address))
+    with decoding("a route"):
+        interface = attributes(data, start + _RTMSG.size, end).get(_RTA_OIF, bytes(4))
+        number: int = _INDEX.unpack(interface)[0]
+        if number < 0:
+            raise ValueError(number)
+        return Route(number, _RTMSG.unpack_from(data, start)[7] == _RTN_LOCAL)
 
 
 def interface_towards(address: Address) -> str:

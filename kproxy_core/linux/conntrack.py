@@ -24,10 +24,12 @@ from kproxy_core.linux.messages import (
     NLA_F_NESTED,
     NLM_F_CREATE,
     NLM_F_EXCL,
+    Malformed,
     NetlinkRequest,
     Span,
     attribute,
     attributes,
+    decoding,
     messages,
     nested,
 )
@@ -154,15 +156,21 @@ def dump_flows(family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wa
     """Return what *collect* makes of all flows of *family*; see `NetlinkSocket.dump`.
 
     *wanted* are the attributes of a filter, which kernels before 5.8 ignore. Raises OSError, also if the
-    kernel encodes flows in an unknown way: no result is better than a wrong one.
+    kernel encodes flows in an unknown way (Malformed): no result is better than a wrong one.
     """
     with open_socket() as sock:
         return sock.dump(GET, header(family) + wanted, lambda spans: collect(decode(spans, family)))
 
 
 def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:
-    """Return the source of the replies: the destination itself, unless that was translated."""
-    size, _, by, _, _, _, port, _ = _TUPLE[family].unpack_from(flow.data, flow.start + flow.size)
+    """Return the source of the replies: the destination itself, unless that was translated.
+
+    Raises Malformed.
+    """
+    try:  # `decoding` takes as long as the rest.
+        size, _, by, _, _, _, port, _ = _TUPLE[family].unpack_from(flow.data, flow.start + flow.size)
+    except struct.error as error:
+        raise Malformed(f"a reply tuple: {error}") from error
     return AnsweredBy(size, Address(by), port)
 
 
@@ -174,12 +182,16 @@ def tcp_state(info: bytes) -> int:
 
 
 def decode(spans: Iterator[Span], family: Family) -> Iterator[TrackedFlow]:
+    """Yield the flow in each of *spans*. Raises Malformed."""
     unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]
     for data, start, end in spans:
         start += NFGENMSG.size
-        size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
+        try:
+            size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
+        except struct.error as error:
+            raise Malformed(f"a flow: {error}") from error
         if head != tuple_head or number_head != _NUMBER_HEAD:
-            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+            raise Malformed("a flow whose tuple has another layout")
         yield TrackedFlow(data, start, end, size, source, to, protocol, to_port)
 
 
@@ -219,7 +231,7 @@ def flow_events(*, only_new: bool = False) -> Announcements[FlowEvent]:
 
 
 def parse(data: bytes) -> Iterator[FlowEvent]:
-    """Yield the TCP, UDP and SCTP flows in one datagram."""
+    """Yield the TCP, UDP and SCTP flows in one datagram. Raises Malformed."""
     for kind, flags, _, start, end in messages(data):
         if kind not in (_NEW, DELETE):
             continue
@@ -244,7 +256,8 @@ def _flow_tuple(value: bytes | None) -> tuple[int, FlowTuple] | None:
     if source is None or destination is None or not numbers.keys() >= {PROTO_SRC_PORT, PROTO_DST_PORT}:
         return None
     source_port, port = (int.from_bytes(numbers[kind], "big") for kind in (PROTO_SRC_PORT, PROTO_DST_PORT))
-    return numbers[PROTO_NUM][0], FlowTuple(Address(source), source_port, Address(destination), port)
+    with decoding("a flow"):
+        return numbers[PROTO_NUM][0], FlowTuple(Address(source), source_port, Address(destination), port)
 
 
 # Socket filters (classic BPF) that drop announcements of ended flows before they wake their reader.
@@ -419,9 +432,10 @@ def _flows(
     for flow in listed:
         if flow.protocol == Protocol.UDP and flow.destination in wanted:
             by = answered_by(family, flow)
-            kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
+            with decoding("a flow"):
+                kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
             if kind != STATUS:  # A zone precedes it.
-                status = attributes(flow.data, flow.start, flow.end)[STATUS]
+                status = attributes(flow.data, flow.start, flow.end).get(STATUS, b"")
             yield UdpFlow(
                 flow.source, _socket(flow.destination, flow.port), _socket(by.address, by.port),
                 bool(int.from_bytes(status, "big") & _DST_NAT),
@@ -490,9 +504,12 @@ _Sockets = tuple[Address, bytes, Address, bytes]
 
 def _sockets(family: Family, data: bytes, at: int) -> _Sockets | None:
     """Return the sockets of a flow, whose tuples begin *at*; None if it is not TCP, or not translated."""
-    head, to, number_head, protocol, port, by, by_port = _BOTH_TUPLES[family].unpack_from(data, at)
+    try:
+        head, to, number_head, protocol, port, by, by_port = _BOTH_TUPLES[family].unpack_from(data, at)
+    except struct.error as error:
+        raise Malformed(f"a flow: {error}") from error
     if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
-        raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        raise Malformed("a flow whose tuple has another layout")
     if protocol != Protocol.TCP or (to == by and port == by_port):
         return None
     return to, port, by, by_port
@@ -607,7 +624,7 @@ def _sums(flows: Iterable[TrackedFlow], family: Family) -> dict[NatBinding, Volu
 def _numbers(flow: TrackedFlow, size: int) -> Sequence[int] | None:
     """Return the counters behind a reply tuple of *size* bytes; None without any."""
     at = flow.data.find(_COUNTER_HEADS[0], flow.start, flow.end)
-    if at >= 0:
+    if 0 <= at <= flow.end - _COUNTERS.size:
         found = _COUNTERS.unpack_from(flow.data, at)
         if found[::2] == _COUNTER_HEADS:
             return found[1::2]
@@ -615,7 +632,7 @@ def _numbers(flow: TrackedFlow, size: int) -> Sequence[int] | None:
     if not rest.keys() >= {_COUNTERS_ORIG, _COUNTERS_REPLY}:
         return None
     both = [attributes(rest[kind], 0, len(rest[kind])) for kind in (_COUNTERS_ORIG, _COUNTERS_REPLY)]
-    return [int.from_bytes(counters[kind], "big") for counters in both for kind in (1, 2)]
+    return [_number(counters.get(kind, b"")) for counters in both for kind in (1, 2)]
 
 
 # Failed TCP connections.
@@ -665,7 +682,7 @@ class ResetWatch(NotificationThread):
         events = [(data, start, end) for data in datagrams for _, _, _, start, end in messages(data)]
         if self._add_volumes is not None:
             for af, family in FAMILY_BY_AF.items():
-                of_family = (event for event in events if event[0][event[1]] == af)
+                of_family = (event for event in events if _af(event) == af)
                 self._add_volumes(ended_volumes(of_family, family))
         found = list(_resets(events))
         if found or lost:
@@ -688,9 +705,9 @@ def _waiting(
 ) -> Iterator[UnansweredConnection]:
     for flow, dialled, endpoint in _translated(flows, family):
         found = attributes(flow.data, flow.start, flow.end)
-        seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
-        if seconds > 1 and not _number(found[STATUS]) & SEEN_REPLY:
-            yield UnansweredConnection(found[ID], dialled, endpoint)
+        seconds = syn_timeout - _number(found.get(_TIMEOUT, b""))  # rounded up
+        if seconds > 1 and not _number(found.get(STATUS, b"")) & SEEN_REPLY:
+            yield UnansweredConnection(found.get(ID, b""), dialled, endpoint)
 
 
 def _resets(spans: Iterable[Span]) -> Iterator[ResetConnection]:
@@ -698,14 +715,15 @@ def _resets(spans: Iterable[Span]) -> Iterator[ResetConnection]:
     for data, start, end in spans:
         # Most connections end otherwise: look for the state first, behind the header and both tuples.
         at = start + NFGENMSG.size
-        for _ in range(2):
-            at += _SIZE.unpack_from(data, at)[0]
+        with decoding("an ended flow"):
+            for _ in range(2):
+                at += _SIZE.unpack_from(data, at)[0]
         rest = attributes(data, at, end)
         if tcp_state(rest.get(PROTOINFO, b"")) != TCP_CLOSED:
             continue
-        family = FAMILY_BY_AF[data[start]]
+        family = _family((data, start, end))
         for _, dialled, endpoint in _translated(decode(iter([(data, start, end)]), family), family):
-            assured = bool(_number(rest[STATUS]) & _ASSURED)
+            assured = bool(_number(rest.get(STATUS, b"")) & _ASSURED)
             yield ResetConnection(family, dialled, endpoint, assured)
 
 
@@ -724,6 +742,18 @@ def _number(value: bytes) -> int:
     return int.from_bytes(value, "big")
 
 
+def _af(span: Span) -> int:
+    data, start, end = span
+    return data[start] if start < end else socket.AF_UNSPEC
+
+
+def _family(span: Span) -> Family:
+    family = FAMILY_BY_AF.get(_af(span))
+    if family is None:
+        raise Malformed("a flow of an unknown address family")
+    return family
+
+
 # Handshakes, translated or not. The table is read up to a number of connections: their order depends on the
 # hashes of their addresses alone.
 
@@ -739,8 +769,8 @@ def read_attempts(of: Container[Destination], most: int) -> list[Attempt]:
     def attempts(spans: Iterator[Span]) -> Iterator[Attempt]:
         for flow, endpoint in _tcp(spans, of):
             found = attributes(flow.data, flow.start, flow.end)
-            if not _number(found[STATUS]) & SEEN_REPLY:
-                yield Attempt(found[ID], flow.source, endpoint)
+            if not _number(found.get(STATUS, b"")) & SEEN_REPLY:
+                yield Attempt(found.get(ID, b""), flow.source, endpoint)
 
     return _read_handshakes(_ANY_FAMILY + UNREPLIED, attempts, most)
 
@@ -778,10 +808,10 @@ class RefusalWatch(NotificationThread):
 
         def receive(datagrams: Sequence[bytes], _lost: bool) -> None:
             refused([
-                Attempt(found[ID], flow.source, endpoint) for data in datagrams
+                Attempt(found.get(ID, b""), flow.source, endpoint) for data in datagrams
                 for flow, endpoint in _tcp(((data, start, end) for *_, start, end in messages(data)), of)
                 for found in [attributes(flow.data, flow.start, flow.end)]
-                if not _number(found[STATUS]) & _ASSURED
+                if not _number(found.get(STATUS, b"")) & _ASSURED
             ])
 
         super().__init__("conntrack-refusals", sock, receive)
@@ -796,8 +826,8 @@ def _read_handshakes(payload: bytes, read: Callable[[Iterator[Span]], Iterator[T
 def _answers(spans: Iterator[Span], of: Container[Destination]) -> Iterator[Answer]:
     for flow, endpoint in _tcp(spans, of):
         found = attributes(flow.data, flow.start, flow.end)
-        if _number(found[STATUS]) & SEEN_REPLY:
-            yield Answer(found[ID], endpoint)
+        if _number(found.get(STATUS, b"")) & SEEN_REPLY:
+            yield Answer(found.get(ID, b""), endpoint)
 
 
 def _tcp(
@@ -805,7 +835,7 @@ def _tcp(
 ) -> Iterator[tuple[TrackedFlow, Destination]]:
     """Yield the TCP connections to endpoints *of* any family."""
     for data, start, end in spans:
-        family = FAMILY_BY_AF[data[start]]
+        family = _family((data, start, end))
         for flow in decode(iter([(data, start, end)]), family):
             if flow.protocol == Protocol.TCP:
                 by = answered_by(family, flow)

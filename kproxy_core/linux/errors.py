@@ -10,7 +10,9 @@ class HostError(Exception):
 
     def __init__(self, what: str, cause: OSError | None = None) -> None:
         """*what* names the operation, without a full stop; *cause* is the kernel's error, if any."""
-        reason = "" if cause is None else os.strerror(cause.errno) if cause.errno else str(cause)
+        reason = ""
+        if cause is not None:
+            reason = cause.strerror or (os.strerror(cause.errno) if cause.errno else str(cause))
         super().__init__(f"{what}: {reason}" if reason else what)
         self.errno = None if cause is None else cause.errno
         """The error number; None without one from the kernel."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, Span, attributes, text
+from kproxy_core.linux.messages import NETLINK_ROUTE, Span, attributes, decoding, text
 from kproxy_core.linux.netlink import NetlinkSocket
 
 _RTM_GETLINK: Final = 18
@@ -40,23 +40,27 @@ class Link(NamedTuple):
 def read_links() -> list[Link]:
     """Return all interfaces. Raises HostError."""
     with doing("read the interfaces"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
-        return sock.dump(_RTM_GETLINK, bytes(_IFINFOMSG.size), lambda answers: [*_parsed(answers)])
+        return sock.dump(_RTM_GETLINK, bytes(_IFINFOMSG.size), lambda answers: [*parse(answers)])
 
 
-def _parsed(answers: Iterator[Span]) -> Iterator[Link]:
-    for data, start, end in answers:
-        _, _, number, flags, _ = _IFINFOMSG.unpack_from(data, start)
-        found = attributes(data, start + _IFINFOMSG.size, end)
-        about = attributes(found.get(_LINKINFO, b""))
-        own, port = attributes(about.get(_DATA, b"")), attributes(about.get(_PORT_DATA, b""))
-        kind = text(about.get(_KIND, b""))
-        is_bridge = kind == "bridge"
-        yield Link(
-            number, text(found[_NAME]), kind, _number(found.get(_MTU, b"")), _number(found.get(_MASTER, b"")),
-            is_up=bool(flags & _UP), is_loopback=bool(flags & _LOOPBACK),
-            is_promiscuous=bool(flags & _PROMISCUOUS), leads_elsewhere=_PEER_NAMESPACE in found,
-            has_hairpin=any(port.get(_HAIRPIN, b"")),
-            calls=(is_bridge and any(own.get(_CALLS_IP, b"")), is_bridge and any(own.get(_CALLS_IP6, b""))))
+def parse(answers: Iterator[Span]) -> Iterator[Link]:
+    """Yield the interface in each of *answers*. Raises Malformed."""
+    with decoding("an interface"):
+        for data, start, end in answers:
+            _, _, number, flags, _ = _IFINFOMSG.unpack_from(data, start)
+            found = attributes(data, start + _IFINFOMSG.size, end)
+            about = attributes(found.get(_LINKINFO, b""))
+            own, port = attributes(about.get(_DATA, b"")), attributes(about.get(_PORT_DATA, b""))
+            kind = text(about.get(_KIND, b""))
+            is_bridge = kind == "bridge"
+            yield Link(
+                number, text(found[_NAME]), kind,
+                _number(found.get(_MTU, b"")), _number(found.get(_MASTER, b"")),
+                is_up=bool(flags & _UP), is_loopback=bool(flags & _LOOPBACK),
+                is_promiscuous=bool(flags & _PROMISCUOUS), leads_elsewhere=_PEER_NAMESPACE in found,
+                has_hairpin=any(port.get(_HAIRPIN, b"")),
+                calls=(is_bridge and any(own.get(_CALLS_IP, b"")),
+                       is_bridge and any(own.get(_CALLS_IP6, b""))))
 
 
 def _number(value: bytes) -> int:

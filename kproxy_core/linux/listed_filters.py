@@ -12,6 +12,7 @@ from kproxy_core.linux.messages import (
     NFGENMSG,
     Span,
     attributes,
+    decoding,
     text,
     text_attribute,
 )
@@ -77,13 +78,14 @@ class ListedFilters:
 
     def _held_set(self, family: int, of: bytes) -> HeldSet | None:
         try:
-            ((data, start, end),) = self._socket.request(GETSET, 0, NFGENMSG.pack(family, 0, 0) + of)
+            data, start, end = self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of)
         except OSError as error:
             if error.errno in ABSENT:
                 return None
             raise
         elements = self._dumped(_GETSETELEM, family, of, lambda _, span: [*parse_set_elements(*span)])
-        return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
+        with decoding("a set"):
+            return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
 
     def _dumped(
         self, kind: int, family: int, of: bytes, parse: Callable[[str, Span], Iterable[T]]
@@ -91,10 +93,12 @@ class ListedFilters:
         """Return what *parse* makes of family and attributes of each answer; none without a subject."""
 
         def collect(answers: Iterator[Span]) -> list[T]:
-            return [
-                item for data, start, end in answers
-                for item in parse(messages.FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
-            ]  # fmt: skip
+            with decoding("a filter"):
+                return [
+                    item for data, start, end in answers
+                    for item in parse(
+                        messages.FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
+                ]  # fmt: skip
 
         try:
             return self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)

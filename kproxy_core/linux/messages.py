@@ -1,9 +1,12 @@
 """Encoding and decoding of netlink messages (linux/netlink.h, linux/netfilter/nfnetlink.h). Pure."""
 
+import errno
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family
 
 NETLINK_ROUTE: Final = 0
@@ -33,8 +36,35 @@ NFGENMSG: Final = struct.Struct("=BBH")
 _ATTRIBUTE = struct.Struct("=HH")
 _CODE = struct.Struct("=i")
 
+_LONGEST: Final = 0xFFFF - _ATTRIBUTE.size
+"""Limit in bytes for the value of an attribute, whose length field has 16 bits."""
+
 Span = tuple[bytes, int, int]
 """A payload: ``data[start:end]``, not copied."""
+
+
+class TooLong(HostError):
+    """A value does not fit into an attribute. Split lists with `fitting`."""
+
+
+class Malformed(OSError):
+    """A message from the kernel is cut short, or holds fields in a form that kproxy does not know."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(errno.EPROTO, f"netlink message not understood: {problem}")
+
+
+@contextmanager
+def decoding(what: str) -> Iterator[None]:
+    """Turn the errors of a decoder into Malformed. Within a generator, errors of its consumer are unaffected.
+
+    Decoders read fields as if they had the sizes of the kernel's headers. Checking each one would take longer
+    than the decoding.
+    """
+    try:
+        yield
+    except (struct.error, LookupError, ValueError, ArithmeticError) as error:
+        raise Malformed(f"{what}: {error!r}") from error
 
 
 class NetlinkRequest(NamedTuple):
@@ -52,7 +82,9 @@ def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
 
 
 def attribute(kind: int, value: bytes) -> bytes:
-    """Encode one attribute, padded to four bytes."""
+    """Encode one attribute, padded to four bytes. Raises TooLong."""
+    if len(value) > _LONGEST:
+        raise TooLong(f"attribute {kind & 0x3FFF} has {len(value)} bytes, netlink allows {_LONGEST}")
     return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
 
 
@@ -62,17 +94,31 @@ def text_attribute(kind: int, text: str) -> bytes:
 
 
 def nested(kind: int, *attributes: bytes) -> bytes:
-    """Encode one attribute that holds *attributes*."""
+    """Encode one attribute that holds *attributes*. Raises TooLong; see `fitting`."""
     return attribute(kind | NLA_F_NESTED, b"".join(attributes))
 
 
+def fitting(parts: Sequence[bytes]) -> Iterator[slice]:
+    """Yield the slices of encoded *parts*, in order, each of which fits into one attribute."""
+    if parts:
+        step = max(1, _LONGEST // max(map(len, parts)))
+        yield from (slice(start, start + step) for start in range(0, len(parts), step))
+
+
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield kind, flags, sequence number, and start and end of the payload of every message in *data*."""
-    start = 0
-    while start + 16 <= len(data):
+    """Yield kind, flags, sequence number, and start and end of the payload of every message in *data*.
+
+    Raises Malformed.
+    """
+    start, length = 0, len(data)
+    while start < length:
+        if start + 16 > length:
+            raise Malformed(f"a header of {length - start} bytes")
         size, kind, flags, sequence, _ = HEADER.unpack_from(data, start)
+        if size < 16 or start + size > length:
+            raise Malformed(f"{length - start} bytes instead of {size}")
         yield kind, flags, sequence, start + 16, start + size
-        start += max((size + 3) & ~3, 16)
+        start += (size + 3) & ~3
 
 
 def sender(data: bytes) -> int:
@@ -84,20 +130,47 @@ def sender(data: bytes) -> int:
 
 
 def attribute_spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield kind without flags, and start and end of the value of each attribute in ``data[start:end]``."""
+    """Yield kind without flags, and start and end of the value of each attribute in ``data[start:end]``.
+
+    Raises Malformed.
+    """
     unpack = _ATTRIBUTE.unpack_from
+    end = _checked_end(data, end)
     while start + 4 <= end:
         size, kind = unpack(data, start)
-        if size < 4:
-            return
+        if size < 4 or start + size > end:
+            raise _cut(size, kind, end - start)
         yield kind & 0x3FFF, start + 4, start + size  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
         start += (size + 3) & ~3
 
 
 def attributes(data: bytes, start: int = 0, end: int | None = None) -> dict[int, bytes]:
-    """Return the values of the attributes in ``data[start:end]``, by default all, by kind without flags."""
-    spans = attribute_spans(data, start, len(data) if end is None else end)
-    return {kind: data[first:last] for kind, first, last in spans}
+    """Return the values of the attributes in ``data[start:end]``, by default all, by kind without flags.
+
+    Raises Malformed.
+    """
+    # Not by `attribute_spans`, which takes a third longer: some callers read a table of connections.
+    found: dict[int, bytes] = {}
+    unpack = _ATTRIBUTE.unpack_from
+    end = len(data) if end is None else _checked_end(data, end)
+    while start + 4 <= end:
+        size, kind = unpack(data, start)
+        last = start + size
+        if size < 4 or last > end:
+            raise _cut(size, kind, end - start)
+        found[kind & 0x3FFF] = data[start + 4 : last]
+        start += (size + 3) & ~3
+    return found
+
+
+def _checked_end(data: bytes, end: int) -> int:
+    if end > len(data):
+        raise Malformed(f"{len(data)} bytes instead of {end}")
+    return end
+
+
+def _cut(size: int, kind: int, left: int) -> Malformed:
+    return Malformed(f"attribute {kind & 0x3FFF} of {size} bytes, where {left} are left")
 
 
 def text(value: bytes) -> str:
@@ -106,8 +179,14 @@ def text(value: bytes) -> str:
 
 
 def error_code(data: bytes, start: int) -> int:
-    """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success."""
-    code: int = _CODE.unpack_from(data, start)[0]
+    """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success.
+
+    Raises Malformed.
+    """
+    with decoding("an acknowledgement"):
+        code: int = _CODE.unpack_from(data, start)[0]
+        if not -(1 << 31) < code <= 0:
+            raise ValueError(code)
     return -code
 
 

@@ -2,19 +2,23 @@
 
 import ctypes
 import errno
+import logging
 import os
 import select
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from kproxy_core.linux import messages as netlink
 from kproxy_core.linux.errors import doing
-from kproxy_core.linux.messages import NETLINK_NETFILTER
+from kproxy_core.linux.messages import NETLINK_NETFILTER, Malformed
 
 T = TypeVar("T")
+
+log = logging.getLogger("kproxy.host")
 
 _SOL_NETLINK: Final = 270
 _NETLINK_ADD_MEMBERSHIP: Final = 1
@@ -36,8 +40,27 @@ _ANNOUNCEMENT_SPACE: Final = 8 << 20
 """Size in bytes of the receive buffer of `Announcements`."""
 
 
+_REST_SECONDS: Final = 1.0
+"""Pause of a thread after a failure, so that one that repeats does not keep a CPU busy."""
+
+failures: Final = Counter[str]()
+"""Failures of threads that read notifications, by the thread's name. They continue after each."""
+
+
+def _count_failure(thread: str, error: Exception) -> None:
+    """Count a failure, and log the first one of a thread."""
+    failures[thread] += 1
+    if failures[thread] == 1:
+        log.error("notifications not processed", exc_info=error, extra={"fields": {
+            "thread": thread, "error": str(error) or repr(error)}})
+
+
 class PollThread:
-    """Calls back whenever a descriptor is readable, from a thread of its own."""
+    """Calls back whenever a descriptor is readable, from a thread of its own.
+
+    If the callback raises an exception, this is logged and counted in `failures`, and the thread continues
+    after a second.
+    """
 
     def __init__(
         self, name: str, descriptor: int, ready: Callable[[], float | None], *, first: float | None = None,
@@ -68,7 +91,15 @@ class PollThread:
             events = self._poll.poll(None if seconds is None else seconds * 1000)
             if any(descriptor == self._stop for descriptor, _ in events):
                 return
-            seconds = self._ready()
+            try:
+                seconds = self._ready()
+            except StopIteration:  # The callback is a generator that has failed before.
+                return
+            except Exception as error:  # noqa: BLE001 - any would end the thread, and with it all notices
+                _count_failure(self._thread.name, error)
+                seconds = _REST_SECONDS
+                if select.select([self._stop], [], [], _REST_SECONDS)[0]:
+                    return
 
 
 class RequestError(NamedTuple):
@@ -159,7 +190,7 @@ class NetlinkSocket:
         return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def request(self, kind: int, flags: int, payload: bytes) -> list[netlink.Span]:
-        """Send one request and return its answers. Raises OSError if the kernel refuses it."""
+        """Send one request and return its answers. Raises OSError if the kernel refuses it, Malformed."""
         self._sequence += 1
         self._socket.send(netlink.message(kind, flags | netlink.NLM_F_ACK, payload, self._sequence))
         found: list[netlink.Span] = []
@@ -171,6 +202,13 @@ class NetlinkSocket:
                 found.append((data, start, end))
         _raise_for(code)
         return found
+
+    def request_one(self, kind: int, payload: bytes) -> netlink.Span:
+        """Send one request and return its only answer. Raises OSError, Malformed without one."""
+        answers = self.request(kind, 0, payload)
+        if len(answers) != 1:
+            raise Malformed(f"{len(answers)} answers to a request of kind {kind:#x}")
+        return answers[0]
 
     def exchange(self, requests: Sequence[netlink.NetlinkRequest]) -> list[RequestError]:
         """Send *requests*, in batches, and return the refused ones by index. All others are done.
@@ -222,21 +260,31 @@ class NetlinkSocket:
         """Return the result of *collect* for the answers to a dump request; it must read all of them.
 
         If the data changed during the dump (NLM_F_DUMP_INTR), the dump is repeated and *collect* called
-        again, five times at most. Raises OSError, InterruptedError after the last attempt.
+        again, five times at most. Raises OSError, Malformed, InterruptedError after the last attempt.
         """
         for _ in range(_DUMP_ATTEMPTS - 1):
             try:
-                return collect(self._dump(kind, payload))
+                return self._collected(kind, payload, collect)
             except InterruptedError:
                 continue
-        return collect(self._dump(kind, payload))
+        return self._collected(kind, payload, collect)
+
+    def _collected(self, kind: int, payload: bytes, collect: Callable[[Iterator[netlink.Span]], T]) -> T:
+        try:
+            return collect(self._dump(kind, payload))
+        except Malformed:
+            for _ in iter(self.receive, b""):  # The kernel begins no other dump before the end of this one.
+                pass
+            raise
 
     def _dump(self, kind: int, payload: bytes) -> Iterator[netlink.Span]:
         self._sequence += 1
         sequence, interrupted = self._sequence, False
         self._socket.send(netlink.message(kind, netlink.NLM_F_DUMP, payload, sequence))
         while True:
-            data = self._socket.recv(_RECEIVE_SIZE)
+            data = self.receive()
+            if not data:
+                raise Malformed("an answer without an end")
             for answer, flags, number, start, end in netlink.messages(data):
                 if number != sequence:
                     continue
@@ -337,7 +385,10 @@ class Announcements(Generic[T]):
         """Yield the announcements that have arrived. Some may be lost on a busy node."""
         while datagrams := self._socket.pending()[0]:
             for data in datagrams:
-                yield from self._parse(data)
+                try:
+                    yield from self._parse(data)
+                except Malformed as error:
+                    _count_failure(threading.current_thread().name, error)
 
 
 Receive = Callable[[Sequence[bytes], bool], float | None]
@@ -348,12 +399,23 @@ Returns None, or the seconds after which to call it again even without notificat
 
 
 class NotificationThread(PollThread):
-    """Hands the notifications of a netlink socket to a callback, from a thread of its own."""
+    """Hands the notifications of a netlink socket to a callback, from a thread of its own.
+
+    Notifications that the callback cannot decode count as dropped ones.
+    """
 
     def __init__(self, name: str, sock: NetlinkSocket, receive: Receive) -> None:
         """Start watching. *name* is the thread's; *sock* is closed with the watch."""
         self._socket = sock
-        super().__init__(name, sock.fileno(), lambda: receive(*sock.pending()))
+
+        def deliver() -> float | None:
+            try:
+                return receive(*sock.pending())
+            except Malformed as error:
+                _count_failure(name, error)
+                return receive((), True)
+
+        super().__init__(name, sock.fileno(), deliver)
 
     def close(self) -> None:
         super().close()

@@ -8,16 +8,19 @@ import re
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy_core.linux.messages import (
     KIND,
     NLM_F_CREATE,
     NetlinkRequest,
     Span,
+    TooLong,
     attribute,
     attribute_spans,
     attributes,
+    decoding,
+    fitting,
     nested,
     payload,
     text,
@@ -45,6 +48,7 @@ _NEWCHAIN, _DELCHAIN = KIND | 3, KIND | 5
 _NEWRULE, _DELRULE = KIND | 6, KIND | 8
 _NEWSET, _DELSET = KIND | 9, KIND | 11
 _NEWSETELEM, _DELSETELEM = KIND | 12, KIND | 14
+_DELOBJ = KIND | 20
 _NEWFLOWTABLE, _DELFLOWTABLE = KIND | 22, KIND | 24
 _APPEND = 0x800
 
@@ -104,19 +108,35 @@ class Flowtable(NamedTuple):
     devices: tuple[str, ...]
 
 
+class StatefulObject(NamedTuple):
+    """A counter, a limit or the like, which only rules of another process use."""
+
+    name: str
+    type: int
+    """NFT_OBJECT_*"""
+
+
 class Element(NamedTuple):
     """An element of a set or a map, packed as in the kernel."""
 
     key: bytes
+    """b"": all keys without an element of their own (a catch-all, Linux 5.13), which only another process
+    adds."""
     value: bytes = b""
     """In a map, unless it is a verdict."""
     last: bytes = b""
     """In a set of intervals whose keys have several parts: the last value of each part."""
     is_end: bool = False
     """In a set of intervals whose keys have one part: the first key behind an interval."""
+    is_stateful: bool = False
+    """Another process has added it with expressions, such as a limit, that decide whether it matches."""
 
+
+CATCH_ALL: Final = Element(b"")
 
 Object = Chain | Container | Flowtable
+Leftover = Object | StatefulObject
+"""An object of a table that is not wanted."""
 
 Layout = Mapping[str, Object]
 """The objects of a table by name, in the order in which they can be created."""
@@ -159,16 +179,22 @@ class Table(NamedTuple):
         return found
 
     def write(self, objects: Iterable[Object]) -> Iterator[Command]:
-        """Create *objects*, or bring existing ones to them: chains are flushed and filled."""
-        for item in objects:
-            if isinstance(item, Chain):
-                yield from self._write_chain(item)
-            elif isinstance(item, Container):
-                yield from self._write_container(item)
-            else:
-                yield from self._write_flowtable(item)
+        """Create *objects*, or bring existing ones to them: chains are flushed and filled.
 
-    def remove(self, objects: Iterable[Object]) -> Iterator[Command]:
+        Raises TooLong if one does not fit into netlink messages.
+        """
+        for item in objects:
+            try:
+                if isinstance(item, Chain):
+                    yield from self._write_chain(item)
+                elif isinstance(item, Container):
+                    yield from self._write_container(item)
+                else:
+                    yield from self._write_flowtable(item)
+            except TooLong as error:
+                raise TooLong(f"{item.name} in table {self.where}: {error}") from error
+
+    def remove(self, objects: Iterable[Leftover]) -> Iterator[Command]:
         """Delete *objects*. All chains are flushed first, because their rules refer to the other objects."""
         objects = tuple(objects)
         chains = [item for item in objects if isinstance(item, Chain)]
@@ -179,6 +205,11 @@ class Table(NamedTuple):
                     f"delete {_word(item)} {self.where} {item.name}", _DELSET, text_attribute(2, item.name))
             elif isinstance(item, Flowtable):
                 yield self._delete_flowtable(item)
+        for item in objects:  # Sets may refer to them.
+            if isinstance(item, StatefulObject):
+                yield self._command(
+                    f"delete {_OBJECT_WORDS.get(item.type, 'object')} {self.where} {item.name}", _DELOBJ,
+                    text_attribute(2, item.name), _attribute_u32(3, item.type))
         for item in chains:
             yield self._delete_chain(item)
 
@@ -214,23 +245,20 @@ class Table(NamedTuple):
 
     def fill(self, container: Container) -> Iterator[Command]:
         """Replace the elements of a set by its constant ones."""
-        name, wanted = container.name, container.constant or ()
         yield self.empty(container)
-        if wanted:
-            shown = ", ".join(
-                str(each) if isinstance(each, Cidr) else format_address(each) for each in wanted)
-            yield self._command(
-                f"add element {self.where} {name} {{ {shown} }}", _NEWSETELEM, text_attribute(2, name),
-                nested(3, *map(_element, constant_elements(container))),
-                flags=NLM_F_CREATE)
+        yield from self._elements("add", _NEWSETELEM, container, [
+            (str(item) if isinstance(item, Cidr) else format_address(item),
+             b"".join(map(_element, _constant_elements(item))))
+            for item in container.constant or ()
+        ])  # fmt: skip
 
     def add_elements(self, container: Container, elements: Iterable[Element]) -> Iterator[Command]:
         """Add *elements*; those that exist must have the same values."""
-        return self._elements("add", _NEWSETELEM, container, elements)
+        return self._elements("add", _NEWSETELEM, container, _entries(container, elements))
 
     def delete_elements(self, container: Container, elements: Iterable[Element]) -> Iterator[Command]:
         """Delete *elements*, which must exist."""
-        return self._elements("delete", _DELSETELEM, container, elements)
+        return self._elements("delete", _DELSETELEM, container, _entries(container, elements))
 
     def change_elements(
         self, container: Container, held: Collection[Element], wanted: Collection[Element]
@@ -246,17 +274,15 @@ class Table(NamedTuple):
             text_attribute(2, container.name))
 
     def _elements(
-        self, verb: str, kind: int, container: Container, elements: Iterable[Element]
+        self, verb: str, kind: int, container: Container, entries: Sequence[tuple[str, bytes]]
     ) -> Iterator[Command]:
-        """Yield commands for *elements*, cut to the size of messages."""
-        given = list(elements)
-        for start in range(0, len(given), _MOST_ELEMENTS):
-            part = given[start : start + _MOST_ELEMENTS]
-            shown = ", ".join(element_text(container, element) for element in part)
-            encoded = nested(3, *map(_element, part))
+        """Yield commands for elements, each given as text and encoded, cut to the size of messages."""
+        encoded = [data for _, data in entries]
+        for part in fitting(encoded):
+            shown = ", ".join(text for text, _ in entries[part])
             yield self._command(
                 f"{verb} element {self.where} {container.name} {{ {shown} }}", kind,
-                text_attribute(2, container.name), encoded,
+                text_attribute(2, container.name), nested(3, *encoded[part]),
                 flags=NLM_F_CREATE if kind == _NEWSETELEM else 0)
 
     def _write_flowtable(self, flowtable: Flowtable) -> Iterator[Command]:
@@ -284,8 +310,11 @@ class Table(NamedTuple):
         return Command(shown, NetlinkRequest(kind, flags, body))
 
 
-_MOST_ELEMENTS = 500
-"""Limit for the elements of one message: the length field of its list has 16 bits."""
+_OBJECT_WORDS = {
+    1: "counter", 2: "quota", 3: "ct helper", 4: "limit", 7: "ct timeout", 8: "secmark", 9: "ct expectation",
+    10: "synproxy",
+}  # fmt: skip
+"""nft's words for NFT_OBJECT_*."""
 
 _COUNTED = 2
 """NFT_FLOWTABLE_COUNTER: connection tracking sees the bytes of offloaded flows."""
@@ -419,26 +448,31 @@ def _word(container: Container) -> str:
     return "map" if container.value else "set"
 
 
-_END = 1
-"""NFT_SET_ELEM_INTERVAL_END: the element is the first key behind an interval."""
+_END, _CATCH_ALL = 1, 2
+"""NFT_SET_ELEM_INTERVAL_END: the element is the first key behind an interval. NFT_SET_ELEM_CATCHALL."""
+_STATEFUL = frozenset((7, 9, 11))
+"""NFTA_SET_ELEM_EXPR, _OBJREF and _EXPRESSIONS."""
 
 
 def constant_elements(container: Container) -> list[Element]:
     """Return the constant elements as the kernel holds them."""
-    found: list[Element] = []
-    for item in container.constant or ():
-        if not isinstance(item, Cidr):
-            found.append(Element(item))
-            continue
-        found.append(Element(item.network))
-        size = len(item.network)
-        behind = int.from_bytes(item.network, "big") + (1 << (size * 8 - item.prefix))
-        if behind < 1 << size * 8:
-            found.append(Element(behind.to_bytes(size, "big"), is_end=True))
-    return found
+    return [element for item in container.constant or () for element in _constant_elements(item)]
+
+
+def _constant_elements(item: Address | Cidr) -> list[Element]:
+    """Return one constant as the kernel holds it: a network has a first key, and the first key behind it."""
+    if not isinstance(item, Cidr):
+        return [Element(item)]
+    size = len(item.network)
+    behind = int.from_bytes(item.network, "big") + (1 << (size * 8 - item.prefix))
+    if behind == 1 << size * 8:
+        return [Element(item.network)]
+    return [Element(item.network), Element(behind.to_bytes(size, "big"), is_end=True)]
 
 
 def _element(element: Element) -> bytes:
+    if not element.key:
+        return nested(1, _attribute_u32(3, _CATCH_ALL))
     parts = [nested(1, attribute(1, element.key))]
     if element.value:
         parts.append(nested(2, attribute(1, element.value)))
@@ -449,8 +483,18 @@ def _element(element: Element) -> bytes:
     return nested(1, *parts)
 
 
+CATCH_ALL_LIST: Final = nested(3, _element(CATCH_ALL))
+"""The attribute of a request for the catch-all element of a container."""
+
+
+def _entries(container: Container, elements: Iterable[Element]) -> list[tuple[str, bytes]]:
+    return [(element_text(container, element), _element(element)) for element in elements]
+
+
 def element_text(container: Container, element: Element) -> str:
     """Return *element* as nft writes it: ``192.0.2.0/24 . tcp . 80 : 8080``."""
+    if not element.key:
+        return "*"
     firsts = _split(container.key, element.key)
     lasts = _split(container.key, element.last) if element.last else firsts
     shown = " . ".join(map(_range_text, map(_type, container.key), firsts, lasts))
@@ -508,7 +552,10 @@ class HeldRule(NamedTuple):
 
 
 class HeldTable(NamedTuple):
-    """The objects of a table that the kernel lists, without the elements of sets that are not constant."""
+    """The objects of a table that the kernel lists, without the elements of sets that are not constant.
+
+    Anonymous chains and sets are left out: each belongs to the rule that refers to it.
+    """
 
     attributes: Attributes
     chains: dict[str, Attributes]
@@ -519,25 +566,32 @@ class HeldTable(NamedTuple):
     flowtables: dict[str, Flowtable]
     owner: int = 0
     """The netlink port that alone may change the table; 0: any."""
+    stateful: Sequence[StatefulObject] = ()
+    catch_alls: Collection[str] = ()
+    """The containers with a catch-all element, among those whose elements were not asked for."""
 
 
 def parse_rule(span: Span) -> tuple[str, HeldRule]:
-    """Return a listed rule and the name of its chain."""
-    found = attributes(*span)
-    handle = int.from_bytes(found[3], "big")
-    return text(found[2]), HeldRule(handle, tuple(parse_expressions(found.get(4, b""))), found.get(7, b""))
+    """Return a listed rule and the name of its chain. Raises Malformed."""
+    with decoding("a rule"):
+        found = attributes(*span)
+        handle = int.from_bytes(found[3], "big")
+        expressions = tuple(parse_expressions(found.get(4, b"")))
+        return text(found[2]), HeldRule(handle, expressions, found.get(7, b""))
 
 
 def parse_flowtable(span: Span) -> Flowtable:
-    found = attributes(*span)
-    hook = attributes(found.get(3, b""))
-    devices = hook.get(3, b"")
-    names = tuple(text(devices[start:end]) for _, start, end in attribute_spans(devices, 0, len(devices)))
-    return Flowtable(text(found[2]), names)
+    """Return a listed flowtable. Raises Malformed."""
+    with decoding("a flowtable"):
+        found = attributes(*span)
+        hook = attributes(found.get(3, b""))
+        devices = hook.get(3, b"")
+        names = tuple(text(devices[start:end]) for _, start, end in attribute_spans(devices, 0, len(devices)))
+        return Flowtable(text(found[2]), names)
 
 
 def parse_elements(span: Span) -> Iterator[Element]:
-    """Yield the elements in a message about them."""
+    """Yield the elements in a message about them. Raises Malformed."""
     data, start, end = span
     for kind, list_start, list_end in attribute_spans(data, start, end):
         if kind == 3:
@@ -545,7 +599,8 @@ def parse_elements(span: Span) -> Iterator[Element]:
                 found = attributes(data, first, last)
                 flags = int.from_bytes(found.get(3, b""), "big")
                 key, value, end_key = (attributes(found.get(part, b"")).get(1, b"") for part in (1, 2, 10))
-                yield Element(key, value, end_key, bool(flags & _END))
+                yield Element(
+                    key, value, end_key, bool(flags & _END), is_stateful=not _STATEFUL.isdisjoint(found))
 
 
 def check_complete(sent: int, found: int) -> None:
@@ -574,7 +629,8 @@ def constants(layout: Layout) -> list[str]:
 def difference(table: Table, layout: Layout, held: HeldTable | None) -> list[Command]:
     """Return the commands that bring *held* to *layout*. Keeps unwanted objects; see `unwanted`.
 
-    Raises Replacement if the table must be replaced as a whole.
+    Elements that are not constant are kept, but for catch-alls. Raises Replacement if the table must be
+    replaced as a whole, TooLong.
     """
     if held is None:
         return [table.create(), *table.write(layout.values())]
@@ -584,6 +640,9 @@ def difference(table: Table, layout: Layout, held: HeldTable | None) -> list[Com
             raise Replacement
         commands.append(table.create())
     changed = [item for item in layout.values() if not _holds(table, held, item)]
+    catch_alls = [item for name in held.catch_alls if isinstance(item := layout.get(name), Container)]
+    for container in catch_alls:
+        commands += table.delete_elements(container, [CATCH_ALL])
     return [*commands, *table.write(changed)]
 
 
@@ -592,14 +651,22 @@ def replacement(table: Table, layout: Layout) -> list[Command]:
     return [table.delete(), *difference(table, layout, None)]
 
 
-def count_changes(table: Table, commands: Sequence[Command]) -> int:
-    """Return the number of *commands* without those that create or claim the table itself."""
-    return len(commands) - commands.count(table.create())
+def count_changes(table: Table, commands: Sequence[Command], held: HeldTable | None) -> int:
+    """Return the number of *commands* without those that create or claim the table itself.
+
+    Waking a dormant table is a change.
+    """
+    is_dormant = held is not None and bool(_flags(held) & DORMANT)
+    return len(commands) - commands.count(table.create()) + is_dormant
+
+
+def _flags(held: HeldTable) -> int:
+    return int.from_bytes(held.attributes.get(2, b""), "big")
 
 
 def _can_become(table: Table, held: HeldTable) -> bool:
     """Return whether *table* can be made of *held* by waking it, or by claiming it after its owner's end."""
-    flags = int.from_bytes(held.attributes.get(2, b""), "big")
+    flags = _flags(held)
     changes = (flags ^ table.flags) & ~DORMANT
     return (not changes or (changes == OWNER and bool(flags & PERSIST) and bool(table.flags & OWNER))) and (
         same_attributes({**table.attributes(), 2: b""}, {**held.attributes, 2: b""}))
@@ -629,16 +696,15 @@ def _holds(table: Table, held: HeldTable, item: Object) -> bool:
     return flowtable is not None and sorted(flowtable.devices) == sorted(item.devices)
 
 
-def unwanted(held: HeldTable, wanted: Collection[str]) -> list[Object]:
-    """Return the chains, sets, maps and flowtables of *held* that are not *wanted*, without anonymous sets.
+def unwanted(held: HeldTable, wanted: Collection[str]) -> list[Leftover]:
+    """Return the objects of *held* that are not *wanted*.
 
     Other processes chose their names: see `is_quotable` before their commands are used as text.
     """
-    chains: list[Object] = [Chain(name) for name in sorted(held.chains) if name not in wanted]
-    containers: list[Object] = [
-        Container(name, ()) for name in sorted(held.containers)
-        if name not in wanted and not name.startswith("__")]  # fmt: skip
-    return [*chains, *containers, *(each for name, each in held.flowtables.items() if name not in wanted)]
+    chains = [Chain(name) for name in sorted(held.chains) if name not in wanted]
+    containers = [Container(name, ()) for name in sorted(held.containers) if name not in wanted]
+    flowtables = [each for name, each in held.flowtables.items() if name not in wanted]
+    return [*chains, *containers, *flowtables, *held.stateful]
 
 
 is_quotable = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
@@ -653,17 +719,27 @@ def completion(
     *contents* are the elements of containers, by name; *held* must have those, too. Elements of other
     containers, such as counts, are kept. Unwanted objects are deleted.
     """
-    commands: list[Command] = []
     try:
-        commands += difference(table, layout, held)
+        commands = difference(table, layout, held)
     except Replacement:
-        commands += replacement(table, layout)
-        held = None
+        return rewrite(table, layout, contents)
     if held is not None:
         commands += table.remove(unwanted(held, layout))
+    return [*commands, *_changes(table, layout, contents, held.elements if held is not None else {})]
+
+
+def rewrite(
+    table: Table, layout: Layout, contents: Mapping[str, Collection[Element]]
+) -> list[Command]:
+    """Return the commands that replace *table*, whatever it holds, if it exists."""
+    return [*table.replace(layout.values()), *_changes(table, layout, contents, {})]
+
+
+def _changes(
+    table: Table, layout: Layout, contents: Mapping[str, Collection[Element]],
+    held: Mapping[str, Collection[Element]],
+) -> Iterator[Command]:
     for name, wanted in contents.items():
         container = layout[name]
         assert isinstance(container, Container)
-        found = held.elements.get(name, frozenset()) if held is not None else frozenset()
-        commands += table.change_elements(container, found, wanted)
-    return commands
+        yield from table.change_elements(container, held.get(name, ()), wanted)

@@ -4,9 +4,10 @@
 
 import enum
 import errno
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Final, NamedTuple, Self, TypeVar
@@ -24,9 +25,11 @@ from kproxy_core.linux.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     TABLE_OWNER,
+    Malformed,
     NetlinkRequest,
     Span,
     attributes,
+    decoding,
     payload,
     text,
     text_attribute,
@@ -35,27 +38,39 @@ from kproxy_core.linux.messages import (
 from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.linux.nft_rules import Attributes
 from kproxy_core.linux.nft_tables import (
+    CATCH_ALL_LIST,
     Command,
     Element,
     HeldRule,
     HeldTable,
+    Layout,
+    StatefulObject,
+    Table,
     check_complete,
+    completion,
     parse_elements,
     parse_flowtable,
     parse_rule,
+    rewrite,
 )
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import FAMILY_BY_AF, Family
 
 T = TypeVar("T")
 
-_GETSETELEM = KIND | 13
+log = logging.getLogger("kproxy.host")
+
+_GETSETELEM, _GETOBJ = KIND | 13, KIND | 19
 _FIRST_SEQUENCE = 2
 """Sequence number of the first request of a transaction, after its beginning."""
 _TABLE_NAME = 1
 _CHAIN_NAME = 3
 _TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
 _CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
+_SET_FLAGS, _CHAIN_FLAGS = 3, 10
+_ANONYMOUS, _BINDING = 1, 4
+"""NFT_SET_ANONYMOUS and NFT_CHAIN_BINDING: the object is deleted with the rule that refers to it."""
+_OBJECT_TYPE = 3
 _COUNT = 20
 """NFTA_SET_COUNT: the number of elements."""
 ABSENT = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
@@ -144,11 +159,11 @@ class RulesetSocket:
     def read(self, family: Family, table: str, elements_of: Collection[str] = ()) -> HeldTable | None:
         """Return the objects of *table*, and *elements_of* these containers; None without the table.
 
-        Raises InterruptedError if the rules changed during each attempt, other OSError.
+        Raises InterruptedError if the rules changed during each attempt, Malformed, other OSError.
         """
         named = text_attribute(_TABLE_NAME, table)
         try:
-            ((data, start, end),) = self.socket.request(GETTABLE, 0, payload(family, named))
+            data, start, end = self.socket.request_one(GETTABLE, payload(family, named))
         except OSError as error:
             if error.errno in ABSENT:
                 return None
@@ -156,17 +171,15 @@ class RulesetSocket:
         rules: dict[str, list[HeldRule]] = {}
         for chain, rule in self._listed(GETRULE, family, named, parse_rule):
             rules.setdefault(chain, []).append(rule)
-        containers: dict[str, Attributes] = {
-            text(found[2]): {kind: found[kind] for kind in _CONTAINER_ATTRIBUTES if kind in found}
-            for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
-        }
         found_table = attributes(data, start + NFGENMSG.size, end)
+        containers = _by_name(
+            2, self._listed(GETSET, family, named, _attributes), _CONTAINER_ATTRIBUTES,
+            _SET_FLAGS, _ANONYMOUS)
         return HeldTable(
             attributes={kind: value for kind, value in found_table.items() if kind in _TABLE_ATTRIBUTES},
-            chains={
-                text(found[3]): {kind: found[kind] for kind in _CHAIN_ATTRIBUTES if kind in found}
-                for span in self._of_table(GETCHAIN, family, table) for found in [attributes(*span)]
-            },
+            chains=_by_name(
+                3, map(_attributes, self._of_table(GETCHAIN, family, table)), _CHAIN_ATTRIBUTES,
+                _CHAIN_FLAGS, _BINDING),
             rules=rules,
             containers=containers,
             elements={
@@ -177,7 +190,35 @@ class RulesetSocket:
                 for flowtable in [parse_flowtable(span)]
             },
             owner=int.from_bytes(found_table.get(TABLE_OWNER, b""), "big"),
+            stateful=self._listed(_GETOBJ, family, named, parse_stateful_object),
+            catch_alls=[
+                name for name in containers
+                if name not in elements_of and self._has_catch_all(family, table, name)],
         )  # fmt: skip
+
+    def _has_catch_all(self, family: Family, table: str, name: str) -> bool:
+        of = text_attribute(_TABLE_NAME, table) + text_attribute(2, name) + CATCH_ALL_LIST
+        try:
+            return bool(self.socket.request(_GETSETELEM, 0, payload(family, of)))
+        except OSError as error:
+            if error.errno in (*ABSENT, errno.EOPNOTSUPP):
+                return False
+            raise
+
+    def complete(
+        self, table: Table, layout: Layout, contents: Mapping[str, Collection[Element]]
+    ) -> None:
+        """Bring *table* to *layout*; see `completion`. If it cannot be read or corrected, replace it.
+
+        Raises TransactionRefused, OSError.
+        """
+        try:
+            held = self.read(table.family, table.name, contents)
+            self.run(completion(table, layout, contents, held))
+        except (TransactionRefused, Malformed) as reason:
+            log.warning("replacing table that cannot be corrected", extra={
+                "fields": {"table": table.where, "error": str(reason)}})
+            self.run(rewrite(table, layout, contents))
 
     def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:
         """Return the elements of a set or a map; none if it does not exist.
@@ -193,11 +234,12 @@ class RulesetSocket:
         Raises as `elements`.
         """
         named = text_attribute(_TABLE_NAME, table)
-        return {
-            text(found[2]): int.from_bytes(found[_COUNT], "big")
-            for found in self._listed(GETSET, family, named, lambda span: attributes(*span))
-            if _COUNT in found
-        }
+        with decoding("a set"):
+            return {
+                text(found[2]): int.from_bytes(found[_COUNT], "big")
+                for found in self._listed(GETSET, family, named, _attributes)
+                if _COUNT in found
+            }
 
     def _of_table(self, kind: int, family: Family, table: str) -> list[Span]:
         """Return the objects of *table*: the kernel lists those of all tables, and the table's name first."""
@@ -229,6 +271,29 @@ class RulesetSocket:
             if error.errno in ABSENT:
                 return None
             raise
+
+
+def _attributes(span: Span) -> Attributes:
+    return attributes(*span)
+
+
+def _by_name(
+    name: int, listed: Iterable[Attributes], kept: Collection[int], flags: int, anonymous: int
+) -> dict[str, Attributes]:
+    """Return the *kept* attributes of *listed* objects by name, without those with the flag *anonymous*."""
+    with decoding("an object"):
+        return {
+            text(found[name]): {kind: found[kind] for kind in kept if kind in found}
+            for found in listed
+            if not int.from_bytes(found.get(flags, b""), "big") & anonymous
+        }
+
+
+def parse_stateful_object(span: Span) -> StatefulObject:
+    """Return a listed stateful object. Raises Malformed."""
+    with decoding("a stateful object"):
+        found = attributes(*span)
+        return StatefulObject(text(found[2]), int.from_bytes(found[_OBJECT_TYPE], "big"))
 
 
 def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
@@ -301,8 +366,9 @@ def all_tables() -> list[TableName]:
 
 def _named(table: Span) -> TableName:
     data, start, end = table
-    name = attributes(data, start + NFGENMSG.size, end)[messages.TABLE_NAME]
-    return TableName(messages.FAMILIES.get(data[start], "?"), text(name))
+    with decoding("a table"):
+        name = attributes(data, start + NFGENMSG.size, end)[messages.TABLE_NAME]
+        return TableName(messages.FAMILIES.get(data[start], "?"), text(name))
 
 
 def table_exists(family: Family, table: str) -> bool:
@@ -340,6 +406,8 @@ class ChangeKind(enum.StrEnum):
     SET_DELETED = "set deleted"
     ELEMENT_ADDED = "element added"
     ELEMENT_DELETED = "element deleted"
+    OBJECT_ADDED = "stateful object added"
+    OBJECT_DELETED = "stateful object deleted"
     FLOWTABLE_ADDED = "flowtable added"
     FLOWTABLE_DELETED = "flowtable deleted"
 
@@ -350,6 +418,7 @@ _KINDS: Final = {
     6: (ChangeKind.RULE_ADDED, 2), 8: (ChangeKind.RULE_DELETED, 2),
     9: (ChangeKind.SET_ADDED, 2), 11: (ChangeKind.SET_DELETED, 2),
     12: (ChangeKind.ELEMENT_ADDED, 2), 14: (ChangeKind.ELEMENT_DELETED, 2),
+    18: (ChangeKind.OBJECT_ADDED, 2), 20: (ChangeKind.OBJECT_DELETED, 2),
     22: (ChangeKind.FLOWTABLE_ADDED, 2), 24: (ChangeKind.FLOWTABLE_DELETED, 2),
 }  # fmt: skip
 """By kind of message: kind of change, and the attribute with the name of the chain, set or flowtable."""
@@ -427,7 +496,7 @@ class CommitWatch(NotificationThread):
             if kind & 0xFF == _NEWGEN:
                 changes, self._changes = self._changes, Counter()
                 self._foreign(Commit(changes, _author(netlink.attributes(data, attributes, end))))
-            elif data[start] in FAMILY_BY_AF and kind & 0xFF in _KINDS:
+            elif kind & 0xFF in _KINDS and start < end and data[start] in FAMILY_BY_AF:
                 change = _change(FAMILY_BY_AF[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
                 self._changes[change] += 1
 
@@ -445,8 +514,9 @@ def _change(family: Family, kind: ChangeKind, named: int, data: bytes, start: in
 
 def generation(sock: NetlinkSocket) -> int:
     """Return the number of the last commit in this network namespace. Raises OSError."""
-    ((data, start, end),) = sock.request(KIND | _GETGEN, 0, netlink.NFGENMSG.pack(0, 0, 0))
-    return int.from_bytes(netlink.attributes(data, start + netlink.NFGENMSG.size, end)[_GEN_ID], "big")
+    data, start, end = sock.request_one(KIND | _GETGEN, netlink.NFGENMSG.pack(0, 0, 0))
+    with decoding("the number of the last commit"):
+        return int.from_bytes(netlink.attributes(data, start + netlink.NFGENMSG.size, end)[_GEN_ID], "big")
 
 
 def _author(attributes: dict[int, bytes]) -> str:

@@ -131,17 +131,14 @@ class ResetTable:
         """Have connections of the *wanted* pairs reset, and no others. Raises HostError."""
         pairs = frozenset(sorted(wanted)[:MOST])
         held, self._held = self._held, None
-        if pairs == held:
-            if not pairs or pairs == self._read():
-                self._held = held
-                return
-            held = None  # Another process has changed or deleted the table.
-        with self._connected("change") as connection:
-            if not pairs:
-                connection.run([self._table.create(), self._table.delete()])
-            elif not held or not self._change(connection, held, pairs):
-                elements = self._table.add_elements(removed_set(self._family), map(element, pairs))
-                connection.run([*self._table.replace(reset_objects(self._family)), *elements])
+        if pairs or held != frozenset():
+            with self._connected("change") as connection:
+                if not pairs:
+                    connection.run([self._table.create(), self._table.delete()])
+                elif not held or held == pairs or not self._change(connection, held, pairs):
+                    # Another process may have changed or deleted the table.
+                    layout = {item.name: item for item in reset_objects(self._family)}
+                    connection.complete(self._table, layout, {_REMOVED: list(map(element, pairs))})
         self._held = pairs
 
     def distrust(self) -> None:

@@ -4,11 +4,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NetlinkRequest
+from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NetlinkRequest, Span, decoding
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Address
 
@@ -57,9 +57,15 @@ def connected_udp_sockets() -> list[UdpSocket]:
     with doing("list UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
         for family in _FAMILIES:
             request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
-            found += sock.dump(SOCK_DIAG_BY_FAMILY, request, lambda spans: [
-                UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
+            found += sock.dump(SOCK_DIAG_BY_FAMILY, request, lambda spans: [*parse(spans)])
     return found
+
+
+def parse(answers: Iterable[Span]) -> Iterator[UdpSocket]:
+    """Yield the socket in each of *answers*. Raises Malformed."""
+    with decoding("a socket"):
+        for data, start, _ in answers:
+            yield UdpSocket(*_MESSAGE.unpack_from(data, start))
 
 
 def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:

@@ -10,7 +10,7 @@ from kproxy_core.linux import messages as nf_tables
 from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import CommandRefused, Listing, NftOption, list_chain, list_tables
-from kproxy_core.linux.messages import NFGENMSG, attributes, messages, text
+from kproxy_core.linux.messages import NFGENMSG, Malformed, attributes, messages, text
 from kproxy_core.linux.netlink import Announcements
 from kproxy_core.linux.nft_rules import (
     DESTINATION_PORT,
@@ -65,6 +65,8 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
         if kind != _TRACE:
             continue
         found = attributes(data, start + NFGENMSG.size, end)
+        if start == end:
+            raise Malformed("an announcement of a rule without a family")
         protocol, way = _way(found.get(8, b""), found.get(9, b""))
         yield TraceEvent(
             int.from_bytes(found.get(6, b""), "big"),

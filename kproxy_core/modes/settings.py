@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from kproxy_core.config.file import FileConfig, did_you_mean, load
+from kproxy_core.config.file import FileConfig, load
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, DetectLocalMode, parse_node_port_addresses, resolve
 from kproxy_core.contract.errors import InvalidOption, Unsupported
@@ -14,6 +14,7 @@ from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Description
 from kproxy_core.linux.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
+from kproxy_core.model.near_names import did_you_mean
 from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import includes_loopback
 from kproxy_core.sync.node_facts import NodeSettings

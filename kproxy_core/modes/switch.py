@@ -42,7 +42,8 @@ def start_backend(
 ) -> BackendInstance:
     """Make the backend of *mode*, and check that it can work as far as possible without programming rules.
 
-    With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused, InvalidOption or
+    With *insist*, a requirement that seems to be missing is only logged; what the backend itself finds
+    missing is not. Raises UnknownMode, PluginRefused, InvalidOption or
     Unsupported.
     """
     try:
@@ -52,16 +53,17 @@ def start_backend(
     try:
         if not _can_begin(instance):
             detection = registry.detect(mode, settings, load_modules=True)
-            if detection.refuted:
+            if detection.refuted and insist:
+                fields = {"mode": mode, "because": detection.because}
+                log.warning("mode may not work", extra={"fields": fields})
+            elif detection.refuted:
                 raise Unsupported(detection.because)
     except SyncFailed as error:
         # It may pass, and the sync loop retries.
         log.info("backend start failed, retrying", extra={"fields": {"mode": mode, "error": str(error)}})
-    except (InvalidOption, Unsupported) as error:
-        if not insist or isinstance(error, InvalidOption):
-            instance.close()
-            raise
-        log.warning("mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
+    except (InvalidOption, Unsupported):
+        instance.close()
+        raise
     return instance
 
 

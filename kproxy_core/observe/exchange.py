@@ -60,12 +60,17 @@ class Exchange:
         assert self._request is not None
         if not self._request.http_version.startswith(b"1."):
             raise HttpError(505)
+        fields = {name: value.decode("latin-1") for name, value in self._request.headers}
+        host = fields.get(b"host", "")
         target = self._request.target.decode("latin-1")
         if target.startswith("http://"):
-            target = "/" + target.removeprefix("http://").partition("/")[2]
+            host, _, rest = target.removeprefix("http://").partition("/")
+            target = f"/{rest}"
         if not target.startswith("/"):
             raise HttpError(400)
         path, _, query = target.partition("?")
         accept = b",".join(value for name, value in self._request.headers if name == b"accept")
         method = self._request.method.decode()
-        return Request(method, path, query, accept.decode("latin-1"), bytes(self._body))
+        return Request(
+            method, path, query, accept.decode("latin-1"), bytes(self._body), host,
+            fields.get(b"origin", ""), fields.get(b"sec-fetch-site", ""), fields.get(b"sec-fetch-mode", ""))

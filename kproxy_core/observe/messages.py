@@ -18,6 +18,14 @@ class Request(NamedTuple):
     accept: str = ""
     """Media types that the client accepts; "": any."""
     body: bytes = b""
+    host: str = ""
+    """Host and port that the client dialled, in its own words; "": not told (HTTP/1.0)."""
+    origin: str = ""
+    """Origin of the web page that sent it (RFC 6454); "": no page did, or not to change anything."""
+    fetch_site: str = ""
+    """Relation of that page to this server (``Sec-Fetch-Site``); "": not told."""
+    fetch_mode: str = ""
+    """``Sec-Fetch-Mode``, such as ``navigate`` for a link; "": not told."""
 
     @property
     def options(self) -> list[tuple[str, str]]:

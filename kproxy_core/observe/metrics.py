@@ -28,6 +28,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kproxy_core.contract.values import Measurement, Scope
+from kproxy_core.linux.netlink import failures
 from kproxy_core.model.address import Family
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.resets import ResetResult
@@ -190,6 +191,10 @@ def measure_process(version: str) -> Iterator[Measurement]:
     threads = threading.active_count()
     yield Measurement("go_threads", "Threads, under the name that dashboards expect", "gauge", threads)
     yield Measurement("go_goroutines", "Threads, under the name that dashboards expect", "gauge", threads)
+    for thread, times in sorted(dict(failures).items()):
+        yield Measurement(
+            "kproxy_notification_failures_total", "Notifications of the kernel that could not be processed",
+            "counter", times, {"thread": thread})
 
 
 def _network_bytes() -> tuple[int | None, int | None]:

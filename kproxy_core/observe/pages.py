@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kproxy_core.contract.values import Fallback
 from kproxy_core.linux import packages
+from kproxy_core.model.address import parse_address
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.logs import stacks
 from kproxy_core.observe.messages import Answer, Handler, Request, Slow, Turn
@@ -290,6 +291,8 @@ class About(Struct, kw_only=True):
     """Metrics take long to render."""
     debug: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of the paths below ``/debug/`` (enableProfiling)."""
+    names: frozenset[str] = frozenset()
+    """Names of this node in lower case, besides localhost."""
 
 
 def metrics_routes(metrics: Metrics, about: About) -> Handler:
@@ -308,7 +311,50 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
     handlers |= about.debug
     if about.statusz:
         handlers["/statusz"] = statusz(about.version, about.started, sorted([*handlers, "/statusz"]))
-    return partial(dispatch, handlers)
+    return partial(_guarded, about.names, partial(dispatch, handlers))
+
+
+_OPEN = frozenset({"/healthz", "/healthz/ping", "/metrics", "/metrics/slis", "/proxyMode"})
+"""Paths that any client may read by any name: load balancers and Prometheus dial the names of Services."""
+_READS = ("GET", "HEAD")
+
+
+def _guarded(names: Collection[str], handler: Handler, request: Request) -> Answer | Slow:
+    """Answer *request* with *handler*, unless a web page of another site may have sent it.
+
+    Whoever controls a DNS name can point it at a loopback address, and the browser then takes this server
+    for a part of that site (DNS rebinding). No DNS name leads to a host that is dialled by its address.
+    Health checks are not guarded, here or on ports of their own: they tell no secret and change nothing.
+    """
+    if request.path in _OPEN and request.method in _READS:
+        return handler(request)
+    if request.host and not _is_of_node(request.host, names):
+        return _MISDIRECTED
+    is_link = request.method in _READS and request.fetch_mode == "navigate"
+    is_foreign = request.fetch_site not in ("", "none", "same-origin") and not is_link
+    if is_foreign or (request.origin and request.origin.lower() != f"http://{request.host}".lower()):
+        return _FOREIGN
+    return handler(request)
+
+
+_MISDIRECTED = Answer(421, b"this is no name of the node: dial one of its addresses, or localhost\n")
+_FOREIGN = Answer(403, b"the request was sent by a web page of another site\n")
+
+
+_HOST = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:\[\]]+?)\.?)(?::\d*)?", re.ASCII)
+
+
+def _is_of_node(host: str, names: Collection[str]) -> bool:
+    """Return whether *host*, a field ``Host``, is an address, localhost or one of *names*."""
+    found = _HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return False
+    name = found["v6"] or found["name"]
+    try:
+        parse_address(name)
+    except ValueError:
+        return name in ("localhost", *names)
+    return True
 
 
 def dispatch(handlers: Mapping[str, Handler], request: Request) -> Answer | Slow:

@@ -30,7 +30,8 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.conntrack import accounting_enabled
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
 from kproxy_ebpf import names
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain
@@ -121,6 +122,12 @@ class EbpfBackend(LayeredBackend):
         """Return whether programs leave sockets to the rules: all of them, or connected ones of UDP."""
         left = self._kernel is None or (protocol is Protocol.UDP and not self._settings.connected_udp)
         return left and self.base.wants_relays(family, protocol)
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        """Return whether programs translate such sockets of the node; the base's answer for all others."""
+        by_programs = address == node.family.loopback and (
+            protocol is Protocol.TCP or (protocol is Protocol.UDP and self._settings.connected_udp))
+        return by_programs or self.base.serves_on_loopback(node, address, protocol)
 
     def render(self, update: Update) -> str:
         """Return the base's rules and this mode's, and the maps as comments."""

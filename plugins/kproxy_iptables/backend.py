@@ -20,13 +20,15 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements
 from kproxy_iptables.render import preview, render_text
 from kproxy_iptables.settings import read_settings
+from kproxy_iptables.skeleton import serves_loopback
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_nft.table import Counting, clean_up_counts
 from kproxy_xtables.tables import Tables, open_tables
@@ -78,6 +80,11 @@ class IptablesBackend(Backend):
     def wants_relays(self, family: Family, protocol: Protocol) -> bool:
         return family is Family.IPV6  # for which there is no route_localnet
 
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        enabled = self._settings.localhost_node_ports
+        return serves_loopback(node, enabled=enabled) and (
+            node.node_ports_anywhere or address == node.family.loopback)
+
     def render(self, update: Update) -> str:
         return render_text(update, self._settings)
 
@@ -85,7 +92,8 @@ class IptablesBackend(Backend):
         return preview(update, self._settings)
 
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
-        return explain(questions, self._tables(questions[0].node.family) if live else None)
+        tables = self._tables(questions[0].node.family) if live else None
+        return explain(questions, self._settings, tables)
 
     def frontends(self, family: Family) -> Sequence[Frontend]:
         return frontends(self._tables(family))

@@ -11,7 +11,8 @@ from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Out
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables import kernel
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
-from kproxy_iptables.skeleton import JUMPS, Facts, skeleton
+from kproxy_iptables.settings import Settings
+from kproxy_iptables.skeleton import JUMPS, Facts, serves_loopback, skeleton
 from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables import tables as over_netlink
 from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
@@ -24,12 +25,13 @@ _MOST_READ = 60
 """Limit for the chains read one by one: a call takes 4 ms, all chains of 10,000 Services take a second."""
 
 
-def explain(questions: Sequence[Question], tables: Tables | None) -> list[KernelSide]:
+def explain(questions: Sequence[Question], settings: Settings, tables: Tables | None) -> list[KernelSide]:
     """Return the path of each packet in *tables*; None: as a sync would write them. Raises HostError."""
     if tables is None:
-        return [_side(question, _Rules(_written(question))) for question in questions]
+        return [_side(question, _Rules(_written(question, settings))) for question in questions]
     if len(questions) <= _FEW and _has_many_chains(tables):
-        ruleset: Ruleset = _OnDemand(tables, (key for question in questions for key in _written(question)))
+        ruleset: Ruleset = _OnDemand(
+            tables, (key for question in questions for key in _written(question, settings)))
     else:
         ruleset = _Rules(tables.chains(), for_many=True)
     return [_side(question, ruleset) for question in questions]
@@ -100,17 +102,18 @@ class _OnDemand(_Rules):
             return ()  # It does not exist.
 
 
-def _written(question: Question) -> dict[ChainKey, list[str]]:
+def _written(question: Question, settings: Settings) -> dict[ChainKey, list[str]]:
     """Return the rules that a sync would write for one plan, or none."""
     node, plan = question.node, question.plan
+    facts = Facts(localhost_node_ports=serves_loopback(node, enabled=settings.localhost_node_ports))
     found = defaultdict(list, jumps_by_chain(JUMPS))
     if plan is not None:
-        own = wanted(plan, make_style(node, Facts(), len(plan.reachable)))
+        own = wanted(plan, make_style(node, facts, len(plan.reachable)))
         for chain, text in own.chains.items():
             found[NAT, chain] = [line.removeprefix(f"-A {chain} ") for line in text.splitlines()]
         for rule in own.rules:
             found[rule.table, rule.chain].append(rule.spec)
-    for key, rules in skeleton(node, Facts()).items():
+    for key, rules in skeleton(node, facts).items():
         found[key] += rules
     return found
 
@@ -157,8 +160,6 @@ def _chains_after(outgoing: bool, to_node: bool, translated: bool) -> tuple[Chai
 def _deviation(question: Question) -> str:
     """Return the deviation by design for such a packet, which kube-proxy's mode shares."""
     plan, frontend = question.plan, question.frontend
-    if plan is None and is_loopback(question.packet.destination):
-        return "node ports are served on loopback, too"
     if plan is None or frontend is None:
         return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"
     kind = kind_of(frontend, plan)

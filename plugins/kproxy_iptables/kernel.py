@@ -69,11 +69,12 @@ def read_packets(name: str) -> int | None:
     """Return the packets that the object *name* has counted; None if it does not exist."""
     try:
         with NetlinkSocket.open(netlink.NETLINK_NETFILTER) as sock:
-            ((data, start, end),) = sock.request(_GET, 0, _named(name))
+            data, start, end = sock.request_one(_GET, _named(name))
+        with netlink.decoding("an accounting object"):
+            found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
+            return int.from_bytes(found[_PACKETS], "big")
     except OSError:
         return None
-    found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
-    return int.from_bytes(found[_PACKETS], "big")
 
 
 def _named(name: str) -> bytes:

@@ -4,7 +4,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple
 
 from kproxy_core.linux.messages import (
@@ -16,6 +16,8 @@ from kproxy_core.linux.messages import (
     attribute,
     attribute_spans,
     attributes,
+    decoding,
+    fitting,
     nested,
     text,
     text_attribute,
@@ -140,7 +142,10 @@ def set_timeouts(tcp: int, tcp_fin: int, udp: int) -> bytes:
 
 
 def decode_server(attributes: dict[int, bytes]) -> tuple[ServerKey, Scheduling] | None:
-    """Decode the attributes within IPVS_CMD_ATTR_SERVICE; None for an unknown address family."""
+    """Decode the attributes within IPVS_CMD_ATTR_SERVICE; None for an unknown address family.
+
+    Raises Malformed.
+    """
     family = FAMILY_BY_AF.get(_number(attributes.get(1, b"")))
     if family is None:
         return None
@@ -150,14 +155,16 @@ def decode_server(attributes: dict[int, bytes]) -> tuple[ServerKey, Scheduling] 
         address = Address(attributes.get(3, b"")[: family.size])
         protocol = _number(attributes.get(2, b""))
         key = ServerKey(family, 0, address, protocol, int.from_bytes(attributes.get(4, b""), "big"))
-    flags, _ = struct.unpack("=II", attributes[7])
-    return key, Scheduling(text(attributes.get(6, b"")), flags & _FLAGS, _number(attributes[8]))
+    with decoding("a virtual server"):
+        flags, _ = struct.unpack("=II", attributes[7])
+        return key, Scheduling(text(attributes.get(6, b"")), flags & _FLAGS, _number(attributes[8]))
 
 
 def decode_destination(family: Family, attributes: dict[int, bytes]) -> RealServer:
-    """Decode the attributes within IPVS_CMD_ATTR_DEST."""
-    where = Destination(Address(attributes[1][: family.size]), int.from_bytes(attributes[2], "big"))
-    return RealServer(where, *(_number(attributes[kind]) for kind in (4, 7, 8)))
+    """Decode the attributes within IPVS_CMD_ATTR_DEST. Raises Malformed."""
+    with decoding("a real server"):
+        where = Destination(Address(attributes[1][: family.size]), int.from_bytes(attributes[2], "big"))
+        return RealServer(where, *(_number(attributes[kind]) for kind in (4, 7, 8)))
 
 
 def _service(key: ServerKey, scheduling: Scheduling | None = None) -> bytes:
@@ -223,9 +230,6 @@ _ADDRESS = {Family.IPV4: 1, Family.IPV6: 2}
 _NUMBERS = {protocol.name.lower(): bytes([protocol]) for protocol in Protocol}
 _PROTOCOLS = {number: name for name, number in _NUMBERS.items()}
 
-_PER_MESSAGE = 300
-"""Limit for the entries of one message: all of them are one attribute of at most 64 KiB."""
-
 
 def batches(
     family: Family, elements: Iterable[SetEntry], *, delete: bool = False
@@ -237,8 +241,9 @@ def batches(
     for kind, group in groupby(elements, key=lambda element: element.set):
         name = kind.full_name(family)
         start = _named_set(name, family) + attribute(_LINE, bytes(4))
-        while some := list(islice(group, _PER_MESSAGE)):
-            entries = nested(_ENTRIES, *(nested(_DATA, *_entry(family, kind, e)) for e in some))
+        encoded = [nested(_DATA, *_entry(family, kind, entry)) for entry in group]
+        for part in fitting(encoded):
+            entries = nested(_ENTRIES, *encoded[part])
             yield name, NetlinkRequest(_DELETE if delete else _ADD, 0, start + entries)
 
 
@@ -253,15 +258,19 @@ def destroy_set(name: str) -> NetlinkRequest:
 
 
 def decode_entries(family: Family, answers: Iterable[Span]) -> dict[str, int]:
-    """Return the entries in the *answers* to `list_set` as ipset prints them, with their marks."""
+    """Return the entries in the *answers* to `list_set` as ipset prints them, with their marks.
+
+    Raises Malformed.
+    """
     found: dict[str, int] = {}
-    for data, start, end in answers:
-        for outer, first, last in attribute_spans(data, start + NFGENMSG.size, end):
-            if outer == _ENTRIES:
-                for _, begin, until in attribute_spans(data, first, last):
-                    entry = attributes(data, begin, until)
-                    mark = int.from_bytes(entry[_MARK][:4], "big") if _MARK in entry else 0
-                    found[_formatted(family, entry)] = mark
+    with decoding("an entry of an ipset"):
+        for data, start, end in answers:
+            for outer, first, last in attribute_spans(data, start + NFGENMSG.size, end):
+                if outer == _ENTRIES:
+                    for _, begin, until in attribute_spans(data, first, last):
+                        entry = attributes(data, begin, until)
+                        mark = int.from_bytes(entry[_MARK][:4], "big") if _MARK in entry else 0
+                        found[_formatted(family, entry)] = mark
     return found
 
 

@@ -42,7 +42,8 @@ class Watcher(NotificationThread):
                         self._report_all(f"interface {DEVICE} deleted")
                 elif kind == addresses.RTM_DELADDR:
                     changed = addresses.decode_interface_address(data, start, end)
-                    state = self._states.get(FAMILY_BY_AF[changed.family])
+                    family = FAMILY_BY_AF.get(changed.family)
+                    state = None if family is None else self._states.get(family)
                     # "": the interface has been deleted in the meantime.
                     on_device = addresses.interface_name(changed.interface) in (DEVICE, "")
                     if state is not None and on_device and state.expects(changed.address):

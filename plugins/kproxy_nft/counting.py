@@ -57,6 +57,7 @@ last, which hides the new connection.
 """
 _FRONTEND = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
+_PROTOCOLS = frozenset(protocol.value for protocol in Protocol)
 
 
 def set_of_connections(family: Family) -> Container:
@@ -145,7 +146,10 @@ def change_unserved(table: Table, held: Elements, wanted: Elements) -> list[Comm
 
 
 def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:
-    """Return the counts of elements, which are frontends or pairs of frontend and endpoint."""
+    """Return the counts of elements, which are frontends or pairs of frontend and endpoint.
+
+    Without those of protocols that no Service has, which another process has added.
+    """
     size = family.size
     rest = size + _FRONTEND.size
     frontends: dict[bytes, Frontend] = {}
@@ -155,6 +159,8 @@ def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Co
         frontend = frontends.get(dialled)
         if frontend is None:
             protocol, port = _FRONTEND.unpack_from(key, size)
+            if protocol not in _PROTOCOLS:
+                continue
             frontend = frontends[dialled] = Frontend(Address(key[:size]), Protocol(protocol), port)
         endpoint = None
         if len(key) > rest:

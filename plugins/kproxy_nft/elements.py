@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from kproxy_core.linux.messages import NFGENMSG, Span, attribute_spans
+from kproxy_core.linux.messages import NFGENMSG, Span, attribute_spans, decoding
 from kproxy_core.linux.nft_tables import check_complete
 
 T = TypeVar("T")
@@ -37,23 +37,28 @@ def complete(
 
 
 def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the (key, packets) of each counted element in the attributes of an element message."""
-    for kind, list_start, list_end in attribute_spans(data, start, end):
-        if kind != _LIST_ELEMENTS or list_start == list_end:
-            continue
-        # The kernel writes all elements of a set with the same layout, and there may be 100,000.
-        if alike := _counted_alike(data, list_start, list_end):
-            yield from alike
-            continue
-        for _, element_start, element_end in attribute_spans(data, list_start, list_end):
-            key, packets = b"", 0
-            for part, part_start, part_end in attribute_spans(data, element_start, element_end):
-                if part == _ELEM_KEY:
-                    key = data[part_start + 4 : part_end]
-                elif part == _ELEM_EXPRESSION:
-                    at = _packets_at(data, part_start, part_end)
-                    packets = int.from_bytes(data[at : at + 8], "big")
-            yield key, packets
+    """Yield the (key, packets) of each counted element in the attributes of an element message.
+
+    Without catch-all elements, which no rule of ours adds. Raises Malformed.
+    """
+    with decoding("a counted element"):
+        for kind, list_start, list_end in attribute_spans(data, start, end):
+            if kind != _LIST_ELEMENTS or list_start == list_end:
+                continue
+            # The kernel writes all elements of a set with the same layout, and there may be 100,000.
+            if alike := _counted_alike(data, list_start, list_end):
+                yield from alike
+                continue
+            for _, element_start, element_end in attribute_spans(data, list_start, list_end):
+                key, packets = b"", 0
+                for part, part_start, part_end in attribute_spans(data, element_start, element_end):
+                    if part == _ELEM_KEY:
+                        key = data[part_start + 4 : part_end]
+                    elif part == _ELEM_EXPRESSION:
+                        at = _packets_at(data, part_start, part_end)
+                        packets = int.from_bytes(data[at : at + 8], "big")
+                if key:
+                    yield key, packets
 
 
 def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]:
@@ -62,6 +67,8 @@ def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]
     if size % 4 or (end - start) % size:
         return []
     parts = {kind: (first, last) for kind, first, last in attribute_spans(data, start + 4, start + size)}
+    if not parts.keys() >= {_ELEM_KEY, _ELEM_EXPRESSION}:
+        return []
     key, key_end = parts[_ELEM_KEY]
     packets = _packets_at(data, *parts[_ELEM_EXPRESSION])
     layout = struct.Struct(

@@ -10,7 +10,7 @@ from kproxy_core.contract import Connections, Leftovers, Scope, Update
 from kproxy_core.linux import messages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.messages import text_attribute
-from kproxy_core.linux.nft_tables import Table, completion
+from kproxy_core.linux.nft_tables import Table
 from kproxy_core.linux.nftables import RulesetSocket, table_exists
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
@@ -100,10 +100,8 @@ class Counting:
             tables.append(other)  # It counts until the switch to IPVS is complete.
         layout = counting.counting_layout(family, ipvs=self._ipvs)
         with self._writing(family) as connection:
-            connection.run([
-                command for table in tables
-                for command in completion(table, layout, {}, connection.read(family, table.name))
-            ])  # fmt: skip
+            for table in tables:
+                connection.complete(table, layout, {})
 
     def _replace(self, family: Family, unserved: Iterable[Frontend]) -> None:
         """Make *unserved* the frontends without endpoints. Raises HostError."""

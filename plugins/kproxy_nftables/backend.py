@@ -21,6 +21,7 @@ from kproxy_core.contract import (
     sync_family,
 )
 from kproxy_core.linux import process
+from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.nftables import CommitWatch
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
@@ -94,7 +95,10 @@ class NftablesBackend(Backend):
         return {family: FamilyState(family, self._kernel, self._settings, owned=owned) for family in families}
 
     def sync(self, update: Update) -> SyncReport:
-        report = sync_family(self._states[update.family], update)
+        try:
+            report = sync_family(self._states[update.family], update)
+        except HostError as error:  # An object does not fit into netlink messages.
+            raise SyncFailed(str(error)) from error
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report

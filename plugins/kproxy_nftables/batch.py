@@ -17,6 +17,8 @@ from kproxy_core.linux.messages import (
     attribute,
     attribute_spans,
     attributes,
+    decoding,
+    fitting,
     nested,
     payload,
     text_attribute,
@@ -30,6 +32,10 @@ _NEWSETELEM, GETSETELEM, _DELSETELEM = KIND | 12, KIND | 13, KIND | 14
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
 _LIST_ELEM = 1
 _ELEM_KEY, _ELEM_DATA = 1, 2
+_IGNORED = frozenset((4, 5, 6, 8))
+"""Timeout and expiry, which clients with session affinity have, comment and padding."""
+FOREIGN = "foreign"
+"""The value of an element with a limit or the like, which decides whether the element matches."""
 _DATA_VALUE, _DATA_VERDICT = 1, 2
 _VERDICT_CODE, _VERDICT_CHAIN = 1, 2
 _VERDICTS = {"drop": 0, "accept": 1, "jump": -3, "goto": -4}
@@ -38,8 +44,6 @@ _VERDICT_NAMES = {code: name for name, code in _VERDICTS.items()}
 _ATTRIBUTE = struct.Struct("=HH")
 _HEADERS = 20
 """Bytes of nlmsghdr and nfgenmsg, with which every message begins."""
-_MESSAGE_SPACE = 60_000
-"""Limit in bytes for the elements of one message: the length field of the list has 16 bits."""
 MOST_ELEMENTS = 1 << 15
 """Limit for the elements of one transaction. The kernel grows a hash table between transactions, so in a
 large one each further element takes longer: 250,000 take 2.7 s at once and 0.6 s in such parts."""
@@ -104,9 +108,8 @@ def _messages(kind: int, elements: Sequence[Element]) -> Iterator[tuple[int, byt
         by_container[element[0]].append(element)
     for container, members in by_container.items():
         head, encoded = element_list(container), _encode(kind, members)
-        step = _MESSAGE_SPACE // max(map(len, encoded))
-        for start in range(0, len(encoded), step):
-            yield kind, head + nested(_LIST_ELEMENTS, *encoded[start : start + step])
+        for part in fitting(encoded):
+            yield kind, head + nested(_LIST_ELEMENTS, *encoded[part])
 
 
 def _encode(kind: int, elements: Sequence[Element]) -> list[bytes]:
@@ -159,19 +162,24 @@ def _verdict(text: str) -> bytes:
 
 
 def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, Value]]:
-    """Yield the (key, value) of each element in the attributes of an element message."""
-    for kind, list_start, list_end in attribute_spans(data, start, end):
-        if kind != _LIST_ELEMENTS or list_start == list_end:
-            continue
-        # The kernel writes most elements of a container alike, and there may be 100,000.
-        yield from _alike(data, list_start, list_end) or _with_keys_alike(data, list_start, list_end)
+    """Yield the (key, value) of each element in the attributes of an element message. Raises Malformed.
+
+    The value is `FOREIGN` if another process has added the element in a form that ours never have. Catch-all
+    elements are left out: `nft_tables.difference` deletes them.
+    """
+    with decoding("an element"):
+        for kind, list_start, list_end in attribute_spans(data, start, end):
+            if kind != _LIST_ELEMENTS or list_start == list_end:
+                continue
+            # The kernel writes most elements of a container alike, and there may be 100,000.
+            yield from _alike(data, list_start, list_end) or _with_keys_alike(data, list_start, list_end)
 
 
 def _alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Value]]:
     """Return the elements of a list; none if they differ in more than keys and data."""
     size = _ATTRIBUTE.unpack_from(data, start)[0]
     key, value = _parse_element(data, start + 4, start + size)
-    if not isinstance(value, bytes) or size != 20 + len(key) + len(value) or (end - start) % size:
+    if not isinstance(value, bytes) or not key or size != 20 + len(key) + len(value) or (end - start) % size:
         return []
     layout = struct.Struct(f"12s{len(key)}s8s{len(value)}s")
     heads = layout.unpack_from(data, start)[::2]
@@ -189,11 +197,11 @@ def _with_keys_alike(data: bytes, start: int, end: int) -> Iterator[tuple[bytes,
     head = data[start + 4 : start + 12]
     key_size = 12 + len(key)
     for _, element, element_end in attribute_spans(data, start, end):
-        if data[element : element + 8] == head:
+        if key and data[element : element + 8] == head:
             key_end = element + key_size - 4
             yield data[element + 8 : key_end], _parse_rest(data[key_end:element_end])
-        else:
-            yield _parse_element(data, element, element_end)
+        elif (found := _parse_element(data, element, element_end))[0]:
+            yield found
 
 
 @lru_cache(maxsize=4096)
@@ -203,14 +211,16 @@ def _parse_rest(data: bytes) -> Value:
 
 
 def _parse_element(data: bytes, start: int, end: int) -> tuple[bytes, Value]:
-    key, value = b"", None
+    key, value, is_foreign = b"", None, False
     for part, part_start, part_end in attribute_spans(data, start, end):
         if part == _ELEM_KEY:
             # It holds one attribute, the value.
             key = data[part_start + 4 : part_end]
         elif part == _ELEM_DATA:
             value = _parse_data(data, part_start, part_end)
-    return key, value
+        elif part not in _IGNORED:
+            is_foreign = True
+    return key, FOREIGN if is_foreign else value
 
 
 def _parse_data(data: bytes, start: int, end: int) -> Value:

@@ -93,8 +93,9 @@ def frontends(family: Family) -> list[Frontend]:
             vips, node_ports = table.keys(KUBE_PROXY_VIPS), table.keys(KUBE_PROXY_NODE_PORTS)
         else:
             vips, node_ports = (iter(kernel.elements(family, name)) for name in (VIPS, NODE_PORTS))
-        found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:])) for key in vips]
-        return found + [Frontend(None, *parse_port_key(key)) for key in node_ports]
+        keys = chain(((Address(key[:family.size]), key[family.size:]) for key in vips),
+                     ((None, key) for key in node_ports))
+        return [Frontend(address, *port) for address, key in keys if (port := parse_port_key(key))]
 
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:

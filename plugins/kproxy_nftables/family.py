@@ -9,6 +9,7 @@ from kproxy_core.linux.nft_tables import (
     Command,
     HeldTable,
     Layout,
+    Leftover,
     Object,
     Replacement,
     constants,
@@ -25,7 +26,7 @@ from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.detect import HASH, lacking
-from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.kernel import Busy, ForeignOwner, Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.settings import FLOWTABLE, Settings
 from kproxy_nftables.skeleton import affinity_maps, all_owned
@@ -62,8 +63,10 @@ class FamilyState:
         """The node of the last write; None: the next sync must be a resync."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
-        self._stale: dict[str, Object] = {}
-        """Unreferenced owned objects that could not be deleted yet."""
+        self._stale: dict[str, Leftover] = {}
+        """Unreferenced objects that could not be deleted yet."""
+        self._refusals = 0
+        """Resyncs in a row after which the kernel was not known to be as wanted; see `resync`."""
         self.cleanup_failures = 0
         """Failed attempts to delete unreferenced objects."""
 
@@ -106,26 +109,48 @@ class FamilyState:
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Reconcile the table with *plans* from a fresh read of the kernel, without a gap in service.
 
-        Writes only what differs. Claiming the table and deleting chains that nothing uses any more are not
-        counted as operations. Raises SyncFailed, TrustLost.
+        Writes only what differs. A table whose contents cannot be read or corrected is replaced: at once, or
+        if the kernel may only be busy, in the second such resync in a row. Claiming the table and deleting
+        objects of Services that have changed are not counted as operations. Raises SyncFailed, TrustLost.
         """
         self._node = None
         self._find_devices()
         templates = skeleton.templates_of(plans.values())
         self._try_hash(templates)
         layout = skeleton.layout(node, templates, all_owned(plans.values()), self._in_effect)
-        held = self._kernel.held(self._family, constants(layout))
-        if held is not None:
-            self._kernel.check_owner(self._family, held)
+        before, self._refusals = self._refusals, self._refusals + 1
         try:
+            held = self._kernel.held(self._family, constants(layout))
             applied, operations = self._reconcile(node, plans, layout, held)
-        except Replacement:
-            applied, operations = self._replace(node, plans, layout)
-            held = None
-        self._applied, self._templates, self._node, self._stale = applied, templates, node, {}
-        if held is not None:  # We own the table as a whole.
-            self._clean_up(list(self._table.remove(unwanted(held, layout))))
+            others = unwanted(held, layout) if held is not None else []  # We own the table as a whole.
+            stale, deleted = self._delete(others, may_be_busy=not before)
+            operations += deleted
+        except ForeignOwner:
+            raise
+        except (Replacement, SyncFailed) as reason:
+            if isinstance(reason, TrustLost) and not before:
+                raise
+            applied, operations = self._replace(node, plans, layout, reason)
+            stale = {}
+        self._applied, self._templates, self._node, self._stale = applied, templates, node, stale
+        if not stale:
+            self._refusals = 0
         return SyncReport(operations)
+
+    def _delete(self, others: Sequence[Leftover], *, may_be_busy: bool) -> tuple[dict[str, Leftover], int]:
+        """Delete objects that are not wanted. Return those that must be deleted later, and the foreign ones.
+
+        Raises SyncFailed; if the kernel *may be busy* with them, only for other reasons.
+        """
+        foreign = sum(not names.may_be_left(item.name) for item in others)
+        try:
+            self._kernel.run(list(self._table.remove(others)))
+        except Busy:
+            self.cleanup_failures += 1
+            if not may_be_busy:
+                raise
+            return {item.name: item for item in others}, foreign
+        return {}, foreign
 
     def have_flows_meet_rules(self) -> None:
         """Empty the flowtable, so that packets of all established flows meet the rules again.
@@ -142,13 +167,15 @@ class FamilyState:
     ) -> tuple[Applied, int]:
         """Bring the *held* table to *layout* and *plans*. Return the state, and the number of operations.
 
-        Raises Replacement if a new table is needed.
+        Raises Replacement if a new table is needed, SyncFailed, TrustLost.
         """
+        if held is not None:
+            self._kernel.check_owner(self._family, held)
         commands = difference(self._table, layout, held)
         deletes: list[Element] = []
         adds: list[Element] = []
         applied = None
-        if held is not None and not count_changes(self._table, commands):
+        if held is not None and not count_changes(self._table, commands, held):
             applied = self._as_filled(node, plans)
         if applied is None:
             actual: Contents = {
@@ -158,7 +185,7 @@ class FamilyState:
             if not any(actual.values()):
                 applied = Applied()
                 parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
-                return applied, count_changes(self._table, commands) + self._kernel.fill(
+                return applied, count_changes(self._table, commands, held) + self._kernel.fill(
                     self._family, parts, commands)
             applied, deletes, adds = compare(plans, node_elements(node), actual)
             del actual
@@ -166,15 +193,8 @@ class FamilyState:
         for plan in plans.values():
             if plan.affinity_seconds:
                 pinned |= affinity_maps(plan)
-        try:
-            self._write(commands, deletes, adds, pinned)
-        except TrustLost:
-            raise
-        except SyncFailed as refused:
-            if not commands:
-                raise
-            raise Replacement from refused
-        return applied, count_changes(self._table, commands) + len(deletes) + len(adds)
+        self._write(commands, deletes, adds, pinned)
+        return applied, count_changes(self._table, commands, held) + len(deletes) + len(adds)
 
     def _as_filled(self, node: NodeView, plans: Plans) -> Applied | None:
         """Return the state if all maps, one of which is long, are as a first resync fills them; else None."""
@@ -186,14 +206,25 @@ class FamilyState:
         parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS))
         return applied if self._kernel.holds_only(self._family, parts, counts) else None
 
-    def _replace(self, node: NodeView, plans: Plans, layout: Layout) -> tuple[Applied, int]:
-        """Replace the table, which has another layout, with everything in it in one transaction."""
-        log.info("replacing table of another layout", extra={"fields": {"table": self._table.where}})
+    def _replace(
+        self, node: NodeView, plans: Plans, layout: Layout, reason: Replacement | SyncFailed
+    ) -> tuple[Applied, int]:
+        """Replace the table with everything in it in one transaction, so that there is no gap in service.
+
+        Clients lose their session affinity. Raises *reason* if there is no table, SyncFailed, TrustLost.
+        """
+        if isinstance(reason, Replacement):
+            log.info("replacing table of another layout", extra={"fields": {"table": self._table.where}})
+        elif not self._kernel.has_table(self._family, self._table.name):
+            raise reason
+        else:
+            log.warning("replacing table that cannot be corrected", extra={
+                "fields": {"table": self._table.where, "error": str(reason)}})
         commands = replacement(self._table, layout)
         applied = Applied()
         adds = [*node_elements(node), *chain.from_iterable(applied.fill(plans, MOST_ELEMENTS))]
         self._kernel.write(self._family, (), adds, commands, whole=True)
-        return applied, count_changes(self._table, commands) + len(adds)
+        return applied, count_changes(self._table, commands, None) + len(adds)
 
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], changes: Difference
@@ -279,6 +310,7 @@ class FamilyState:
             self._stale = {name: item for name, item in stale.items() if name not in changes.owned}
             if self._clean_up(list(self._table.remove(self._stale.values()))):
                 self._stale = {}
+                self._refusals = 0
 
     def _clean_up(self, commands: Sequence[Command]) -> bool:
         """Run deletions that may be delayed; return False if they fail."""

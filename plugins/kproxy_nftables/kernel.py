@@ -27,8 +27,16 @@ from kproxy_nftables.wanted import Element, Value
 
 T = TypeVar("T")
 
-_STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
-"""Errors which mean that the kernel's state is not the acknowledged one."""
+_STALE = {errno.ENOENT, errno.EEXIST, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
+"""Errors besides EBUSY which mean that the kernel's state is not the acknowledged one."""
+
+
+class ForeignOwner(SyncFailed):
+    """Another process owns our table, and only that process can change it."""
+
+
+class Busy(TrustLost):
+    """An object is in use. Kernels before 6.2 report this for a moment after its last use."""
 
 
 class Kernel:
@@ -78,7 +86,8 @@ class Kernel:
         """
         connection = self._writing()
         most = len(deletes) + len(adds) if whole else batch.MOST_ELEMENTS
-        parts = batch.requests(family, deletes, adds, connection.socket.send_limit, most)
+        limit = connection.socket.send_limit - sum(len(command.request.payload) + 16 for command in commands)
+        parts = batch.requests(family, deletes, adds, limit, most)
         with self._failures_named():
             for written, part in enumerate(parts):
                 try:
@@ -198,9 +207,9 @@ class Kernel:
             return self._connection().read(family, TABLE, constant)
 
     def check_owner(self, family: Family, held: HeldTable) -> None:
-        """Raise SyncFailed if another process owns our table, even if its content is as wanted."""
+        """Raise ForeignOwner if another process owns our table, even if its content is as wanted."""
         if held.owner and held.owner != self._writing().socket.port:
-            raise SyncFailed(_owned(family, held.owner))
+            raise ForeignOwner(_owned(family, held.owner))
 
     def devices(self) -> set[str]:
         """Return the names of all network devices."""
@@ -217,10 +226,11 @@ class Kernel:
             for data, start, end in self._dump(GETTABLE, family, b"", list) or ():
                 found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
                 port = int.from_bytes(found.get(TABLE_OWNER, b""), "big")
-                if netlink.text(found[TABLE_NAME]) != TABLE or f" {family.ip} {TABLE}" not in str(refused):
+                name = netlink.text(found.get(TABLE_NAME, b""))
+                if name != TABLE or f" {family.ip} {TABLE}" not in str(refused):
                     continue
                 if port and port not in self.own_ports:
-                    return f"; {_owned(family, port)}"
+                    return _owned(family, port)
         return ""
 
     def _dump(
@@ -254,16 +264,21 @@ class Kernel:
         except InterruptedError as error:
             raise TrustLost("the rules changed during every attempt to read them") from error
         except TransactionRefused as refused:
-            kind = TrustLost if refused.errno in _STALE else SyncFailed
-            owner = self._foreign_owner(refused) if refused.errno == errno.EPERM else ""
-            raise kind(f"{refused}{owner}") from refused
+            if refused.errno == errno.EPERM and (owner := self._foreign_owner(refused)):
+                raise ForeignOwner(f"{refused}; {owner}") from refused
+            raise _kind(refused.errno)(str(refused)) from refused
         except OSError as error:
             raise _failure(error) from error
 
 
 def _failure(error: OSError) -> SyncFailed:
-    kind = TrustLost if error.errno in _STALE else SyncFailed
-    return kind(f"nf_tables: {error.strerror}")
+    return _kind(error.errno)(f"nf_tables: {error.strerror}")
+
+
+def _kind(number: int | None) -> type[SyncFailed]:
+    if number == errno.EBUSY:
+        return Busy
+    return TrustLost if number in _STALE else SyncFailed
 
 
 def _owned(family: Family, port: int) -> str:

@@ -134,6 +134,14 @@ def goto_template(
     return f"goto {Template(protocol, policy, cluster, local, sticky, node_port, hash_by).name}"
 
 
+_LEFT = re.compile(r"(affinity|endpoints|pin|ranges|record)-.*|record|filter-(input|postrouting)")
+
+
+def may_be_left(name: str) -> bool:
+    """Return whether an object that is not wanted may be ours, of Services that have changed."""
+    return parse_template(name) is not None or _LEFT.fullmatch(name) is not None
+
+
 def owned_name(key: ServicePortKey) -> str:
     """Return the common part of the names of a service port's objects: a hash and a readable key."""
     readable = f"{key.namespace}/{key.name}/{key.protocol.name.lower()}/{key.port_name}"

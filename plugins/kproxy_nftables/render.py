@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from kproxy_core.contract import Preview, Update
+from kproxy_core.contract import Preview, SyncFailed, TrustLost, Update
 from kproxy_core.linux.nft_tables import (
     Replacement,
     commands_text,
@@ -64,7 +64,7 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
         if container in _ENDPOINT_MAPS:
             parts += [str(int.from_bytes(key[:2], "big")), str(int.from_bytes(key[4:8], sys.byteorder))]
         else:
-            parts += [_PROTOCOLS[key[0]], str(int.from_bytes(key[4:6], "big"))]
+            parts += [_PROTOCOLS.get(key[0], str(key[0])), str(int.from_bytes(key[4:6], "big"))]
     text = " . ".join(parts)
     if isinstance(value, bytes):
         address = format_address(Address(value[:size]))
@@ -79,20 +79,21 @@ def preview(update: Update, settings: Settings, *, may_own: bool) -> Preview:
     with Kernel() as kernel:
         table = skeleton.table(family, owned=may_own and can_own(kernel))
         layout = skeleton.layout(node, templates, owned, settings.limited_to(kernel.devices()))
-        held = kernel.held(family, constants(layout))
+        actual: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
         try:
+            held = kernel.held(family, constants(layout))
             commands = difference(table, layout, held)
             others = unwanted(held, layout) if held else []
-        except Replacement:
-            commands, others = replacement(table, layout), []
-            held = None
-        actual: Contents = {
-            container: kernel.elements(family, container) if held else {}
-            for container in names.ELEMENT_CONTAINERS
-        }
+            if held:
+                actual = {container: kernel.elements(family, container) for container in actual}
+        except (Replacement, SyncFailed) as reason:
+            if isinstance(reason, TrustLost) or not kernel.has_table(family, TABLE):
+                raise
+            commands, others, held = replacement(table, layout), [], None
     _, deletes, adds = compare(plans, node_elements(node), actual)
     keys = [(container, key, None) for container, key, _ in deletes]
     elements = elements_text(family, keys, command="delete") + elements_text(family, adds)
-    operations = count_changes(table, commands) + len(deletes) + len(adds)
+    foreign = sum(not names.may_be_left(item.name) for item in others)
+    operations = count_changes(table, commands, held) + len(deletes) + len(adds) + foreign
     last = table.remove(item for item in others if is_quotable(item.name))
     return Preview(operations, commands_text(commands) + elements + commands_text(last))

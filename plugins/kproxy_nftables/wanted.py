@@ -20,6 +20,7 @@ Slot = tuple[int, Destination]
 """An endpoint with its index, or one of its indices."""
 
 _PORT_KEY = struct.Struct(">B3xH2x")
+_PROTOCOLS = {protocol.value: protocol for protocol in Protocol}
 _PORT = struct.Struct(">H2x")
 _INDEX = struct.Struct("=I")
 _INDEXES = [_INDEX.pack(i) for i in range(256)]
@@ -35,9 +36,12 @@ def port_key(protocol: Protocol, port: int) -> bytes:
     return _PORT_KEY.pack(protocol, port)
 
 
-def parse_port_key(key: bytes) -> tuple[Protocol, int]:
+def parse_port_key(key: bytes) -> tuple[Protocol, int] | None:
+    """Return protocol and port; None for a key that only another process may have added."""
+    if len(key) != _PORT_KEY.size:
+        return None
     protocol, port = _PORT_KEY.unpack(key)
-    return Protocol(protocol), port
+    return (_PROTOCOLS[protocol], port) if protocol in _PROTOCOLS else None
 
 
 def endpoint_key(address: bytes, port: int) -> bytes:

@@ -22,7 +22,8 @@ from kproxy_core.contract import (
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.explain import explain, frontends
@@ -78,6 +79,11 @@ class UserspaceBackend(Backend):
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         state = self._families.get(family)
         return 0 if state is None else state.reset_connections(is_removed)
+
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        if self._settings.listen is not None:
+            return address == self._settings.listen
+        return node.node_ports_anywhere or address == node.family.loopback
 
     def render(self, update: Update) -> str:
         return render_text(update, self._settings)

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.linux.nft_tables import Command, Element, HeldTable, completion, element_text
+from kproxy_core.linux.nft_tables import Command, Element, completion, element_text
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
 from kproxy_userspace.skeleton import NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_layout, nft_maps, nft_table
@@ -138,8 +138,6 @@ def nft_empty(family: Family) -> list[Command]:
     return [nft_table(family).empty(container) for container in nft_maps(family)]
 
 
-def nft_completion(
-    family: Family, redirects: Iterable[Redirect], at: Address | None, held: HeldTable | None = None
-) -> list[Command]:
-    """Return the commands after which the table, now *held*, has exactly *redirects*."""
-    return completion(nft_table(family), nft_layout(family, at), nft_elements(redirects), held)
+def nft_creation(family: Family, redirects: Iterable[Redirect], at: Address | None) -> list[Command]:
+    """Return the commands that create the table with *redirects*."""
+    return completion(nft_table(family), nft_layout(family, at), nft_elements(redirects), None)

@@ -12,12 +12,11 @@ from kproxy_core.linux.trial import FeatureProbe, problem_of
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.kernel.portals import NftPortals
-from kproxy_userspace.settings import Settings, read_settings
+from kproxy_userspace.settings import ROOTLESS, Settings, read_settings
 from kproxy_xtables import requirements
 from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
-_ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
 _FEATURES = (
     requirements.COMMENTS,
     requirements.PORTS,
@@ -66,7 +65,7 @@ def _rootless(finding: Requirement) -> Requirement:
     """Add the remedy of serving without portals, unless the finding is met."""
     if finding.met:
         return finding
-    return replace(finding, remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)
+    return replace(finding, remedy=f"{finding.remedy}, {ROOTLESS}" if finding.remedy else ROOTLESS)
 
 
 # Deviations. Pure.

@@ -2,7 +2,7 @@
 
 from kproxy_core.contract import Preview, Update
 from kproxy_core.linux.nft_tables import commands_text
-from kproxy_userspace.batch import iptables_rewrite, nft_completion
+from kproxy_userspace.batch import iptables_rewrite, nft_creation
 from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
@@ -24,7 +24,7 @@ def render_text(update: Update, settings: Settings) -> str:
         for portal in relay.portals
     ]
     if find_tables(update.family) is None:
-        return commands_text(nft_completion(update.family, redirects, at))
+        return commands_text(nft_creation(update.family, redirects, at))
     return iptables_rewrite(redirects, JUMPS)
 
 

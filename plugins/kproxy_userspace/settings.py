@@ -10,6 +10,8 @@ from kproxy_core.model.address import Address, Family, is_loopback, parse_addres
 from kproxy_core.model.duration import Duration
 
 FOREVER = -1.0
+ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
+"""The remedy where addresses cannot be redirected."""
 OLD_OPTION = "removedEndpoints"
 """Of kproxy 0.2.0. `kproxy.removedEndpoints` applies to all modes, and spares endpoints that still serve."""
 

@@ -101,11 +101,12 @@ def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> No
 
 
 def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[str, int]:
-    tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
-    return {
-        text(each[messages.TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
-        for each in tables
-    }  # fmt: skip
+    with messages.decoding("a table"):
+        tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
+        return {
+            text(each[messages.TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
+            for each in tables
+        }  # fmt: skip
 
 
 # Tables through the programs of iptables.

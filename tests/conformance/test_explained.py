@@ -99,6 +99,10 @@ class ExplainedPlay(Play):
         return Fate(outcomes.get(kernel["outcome"], "dropped"), frozenset(found),
                     masqueraded=any(e["masqueraded"] for e in others))  # fmt: skip
 
+    def dialled(self, attempt: Attempt) -> bool:
+        """Return whether one connection of *attempt* reaches an endpoint."""
+        return self._try(attempt, 1.0).kind == "reached"
+
     def show_bridged_packets(self, shown: bool) -> None:
         """Set whether iptables sees packets on ports of the node's bridges."""
         with self._stage.topology["node"].entered():
@@ -224,6 +228,46 @@ def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
         counted = play.counted(attempt, CHAINS[mode])
         assert counted
         assert counted <= objects_of(answer)
+
+
+LOOPBACK_PORTS = {"service": {
+    "name": "any0", "type": "NodePort", "clusterIP": "$vip1", "ports": [
+        {"name": "tcp", "port": 80, "protocol": "TCP", "nodePort": 30080},
+        {"name": "udp", "port": 80, "protocol": "UDP", "nodePort": 30080},
+    ],
+}}  # fmt: skip
+LOOPBACK_ENDPOINTS = {"slice": {
+    "service": "any0", "name": "any0-0",
+    "endpoints": [{"at": "pod1", "ready": True}, {"at": "pod3", "ready": True}],
+    "ports": [{"name": "tcp", "port": 8080, "protocol": "TCP"},
+              {"name": "udp", "port": 8080, "protocol": "UDP"}],
+}}  # fmt: skip
+
+
+class LoopbackPlay(ExplainedPlay):
+    """A play whose node ports are served on loopback addresses where the mode can."""
+
+    config: ClassVar[Json] = {"nodePortAddresses": ["primary", "localhost"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf", "userspace"])
+@pytest.mark.parametrize("make", [ExplainedPlay, LoopbackPlay])
+def test_node_ports_on_loopback_are_explained(
+    make: type[ExplainedPlay], mode: str, family: str, tmp_path: Path
+) -> None:
+    with closing(make(mode, family, tmp_path)) as play:
+        play.apply_changes([LOOPBACK_PORTS, LOOPBACK_ENDPOINTS])
+        for address in ("loopback", "127.0.0.2") if family == "ipv4" else ("loopback",):
+            for protocol in ("TCP", "UDP"):
+                attempt = Attempt("node", "node port", address, 30080, LOOPBACK_PORTS["service"],
+                                  protocol.lower(), protocol)  # fmt: skip
+                answer = play.explained(attempt)
+                kernel, outcome = answer["kernel"], answer["outcome"]
+                reached = play.dialled(attempt)
+                assert outcome == kernel["outcome"], answer
+                assert (outcome == "forwarded") is reached, (str(attempt), answer)
+                assert kernel["verdict"] == "agrees" or mode == "userspace", answer
 
 
 def is_load_balanced(attempt: Attempt, answer: dict[str, Any]) -> bool:

@@ -64,6 +64,13 @@ def test_a_restart_writes_nothing_and_keeps_the_counts() -> None:
     "add chain ip kproxy-counts more { type nat hook output priority -90; }",
     "add table ip kproxy-counts { flags dormant; }", "flush set ip kproxy-counts unserved",
     "add element ip kproxy-counts unserved { 10.96.0.3 . tcp . 80 }",
+    "add element ip kproxy-counts unserved { * }", "add element ip kproxy-counts unserved-node-ports { * }",
+    "add element ip kproxy-counts connections { * timeout 1h }",
+    "add element ip kproxy-counts rejected { * counter packets 7 bytes 420 }",
+    "add chain ip kproxy-counts x { type filter hook forward priority 0; }; "
+    "add rule ip kproxy-counts x meta mark { 7, 8 } jump { drop; }",
+    "add rule ip kproxy-counts output jump { drop; }",
+    "add counter ip kproxy-counts x; add rule ip kproxy-counts output counter name x",
 ])  # fmt: skip
 def test_damage_is_repaired_without_losing_counts(damage: str) -> None:
     counting = Counting()
@@ -72,6 +79,7 @@ def test_damage_is_repaired_without_losing_counts(damage: str) -> None:
     before = listed()
     nft(damage)
     assert listed() != before
+    assert counting.read(Family.IPV4) == [COUNTED]
     resync(counting)
     assert listed() == before
     assert counting.read(Family.IPV4) == [COUNTED]

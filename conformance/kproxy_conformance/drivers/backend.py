@@ -161,7 +161,7 @@ class BackendDriver(Driver):
         plans = snapshots(self._loop, self._relays.problem)
         with self.node.entered():
             asked = [parse_texts(Explain, request) for request in requests]
-            cases = [case for one in asked for case in cases_of(one, plans, live=True)]
+            cases = [case for one in asked for case in cases_of(one, plans, self._instance, live=True)]
             return explain_cases(cases, self._instance, [()] * len(cases), live=True)
 
     def announced(self) -> str:

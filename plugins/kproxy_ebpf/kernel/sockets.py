@@ -14,6 +14,7 @@ from kproxy_core.linux.messages import (
     Span,
     attribute_spans,
     attributes,
+    decoding,
     nested,
 )
 from kproxy_core.linux.namespaces import in_network_namespaces
@@ -83,18 +84,20 @@ def _stored(protocol: int, states: int, port: int = 0) -> list[_Stored]:
         for family in (socket.AF_INET, socket.AF_INET6):
             request = _REQUEST.pack(family, protocol, states, socket.htons(port))
             found += sock.dump(SOCK_DIAG_BY_FAMILY, request + _STORAGES_WANTED, lambda answers: [
-                stored for answer in answers for stored in _decode(answer)])
+                stored for answer in answers for stored in decode(answer)])
     return found
 
 
-def _decode(answer: Span) -> list[_Stored]:
+def decode(answer: Span) -> list[_Stored]:
+    """Return the stored values in an *answer* about one socket. Raises Malformed."""
     data, start, end = answer
-    family, identity = _MESSAGE.unpack_from(data, start)
-    return [
-        _Stored(family, identity, attributes(data, first, last)[_VALUE])
-        for kind, at, until in attribute_spans(data, start + _MESSAGE.size, end) if kind == _STORAGES
-        for _, first, last in attribute_spans(data, at, until)
-    ]
+    with decoding("a socket"):
+        family, identity = _MESSAGE.unpack_from(data, start)
+        return [
+            _Stored(family, identity, attributes(data, first, last)[_VALUE])
+            for kind, at, until in attribute_spans(data, start + _MESSAGE.size, end) if kind == _STORAGES
+            for _, first, last in attribute_spans(data, at, until)
+        ]
 
 
 def reset_connections(family: Family, is_removed: IsRemoved) -> int:

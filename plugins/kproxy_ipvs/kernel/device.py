@@ -28,6 +28,7 @@ from kproxy_core.linux.messages import (
     NLM_F_REPLACE,
     NetlinkRequest,
     attribute,
+    decoding,
     text_attribute,
 )
 from kproxy_core.linux.netlink import NetlinkSocket
@@ -190,8 +191,9 @@ def _index() -> int | None:
     request = _IFINFOMSG.pack(0, 0, 0, 0, 0) + text_attribute(_IFLA_IFNAME, DEVICE)
     try:
         with NetlinkSocket.open(NETLINK_ROUTE) as sock:
-            ((data, start, _),) = sock.request(_RTM_GETLINK, 0, request)
+            data, start, _ = sock.request_one(_RTM_GETLINK, request)
+        with decoding("an interface"):
+            index: int = _IFINFOMSG.unpack_from(data, start)[2]
     except OSError:
         return None
-    index: int = _IFINFOMSG.unpack_from(data, start)[2]
     return index

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Self
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_GENERIC, NetlinkRequest, attributes, text_attribute
+from kproxy_core.linux.messages import NETLINK_GENERIC, NetlinkRequest, attributes, decoding, text_attribute
 from kproxy_core.linux.netlink import NetlinkSocket, RequestError
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.service import Destination
@@ -153,14 +153,16 @@ class VirtualServers:
     def schedulings(self, family: Family) -> dict[ServerKey, Scheduling]:
         """Return all virtual servers of *family*, without their real servers. Raises HostError."""
         with self._lock:
-            found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
+            with doing("read from IPVS"):
+                found = [*map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))]
             return {key: scheduling for key, scheduling in filter(None, found) if key.family is family}
 
     def destinations(self, key: ServerKey) -> list[RealServer]:
         """Return the real servers of *key*; none if it does not exist. Raises HostError."""
         with self._lock:
             answers = self._dump(messages.dump_destinations(key), _DESTINATION)
-            return [messages.decode_destination(key.family, answer) for answer in answers]
+            with doing("read from IPVS"):
+                return [messages.decode_destination(key.family, answer) for answer in answers]
 
     def write(self, operations: Sequence[Operation]) -> list[PutDestination]:
         """Execute *operations* in order. Return the real servers with unusable addresses.
@@ -232,8 +234,9 @@ def try_server(scheduler: str, family: Family) -> None:
 def _read_family_number(sock: NetlinkSocket) -> int:
     """Return the number of the generic netlink family IPVS. Raises OSError."""
     payload = GENERIC.pack(_GET_FAMILY, 1, 0) + text_attribute(_FAMILY_NAME, "IPVS")
-    (data, start, end), *_ = sock.request(_CONTROLLER, 0, payload)
-    return int.from_bytes(attributes(data, start + GENERIC.size, end)[_FAMILY_ID], sys.byteorder)
+    data, start, end = sock.request_one(_CONTROLLER, payload)
+    with decoding("a family of generic netlink"):
+        return int.from_bytes(attributes(data, start + GENERIC.size, end)[_FAMILY_ID], sys.byteorder)
 
 
 def _is_removal(operation: Operation) -> bool:

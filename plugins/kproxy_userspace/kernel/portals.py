@@ -11,7 +11,7 @@ from kproxy_core.contract import SyncFailed, Unsupported
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.addresses import read_route
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, attributes
+from kproxy_core.linux.messages import NETLINK_ROUTE, attributes, decoding
 from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.nft_tables import HeldTable, completion
 from kproxy_core.linux.nftables import ABSENT, RulesetSocket
@@ -19,6 +19,7 @@ from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, TABLE
+from kproxy_userspace.settings import ROOTLESS
 from kproxy_userspace.skeleton import JUMPS, nft_layout, nft_maps, nft_table, plan_cleanup
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
@@ -67,11 +68,12 @@ def _device(sock: NetlinkSocket, address: Address) -> int:
 
 def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bool) -> bool:
     """Return whether *device* is a bridge that shows its ports' packets to iptables. Raises OSError."""
-    ((data, start, end),) = sock.request(_RTM_GETLINK, 0, _IFINFOMSG.pack(0, 0, device, 0, 0))
-    info = attributes(attributes(data, start + _IFINFOMSG.size, end).get(_IFLA_LINKINFO, b""))
-    if info.get(_INFO_KIND, b"").rstrip(b"\0") != b"bridge":
-        return False
-    return everywhere or attributes(info[_INFO_DATA])[_NF_CALL[family]] != b"\0"
+    data, start, end = sock.request_one(_RTM_GETLINK, _IFINFOMSG.pack(0, 0, device, 0, 0))
+    with decoding("an interface"):
+        info = attributes(attributes(data, start + _IFINFOMSG.size, end).get(_IFLA_LINKINFO, b""))
+        if info.get(_INFO_KIND, b"").rstrip(b"\0") != b"bridge":
+            return False
+        return everywhere or attributes(info[_INFO_DATA])[_NF_CALL[family]] != b"\0"
 
 
 # Portals.
@@ -176,8 +178,8 @@ class NftPortals(Portals):
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         with self._connected("write") as connection:
-            held = self._held(connection)
-            connection.run(batch.nft_completion(self._family, redirects, self._at, held))
+            connection.complete(
+                self._table, nft_layout(self._family, self._at), batch.nft_elements(redirects))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         with self._connected("change") as connection:
@@ -262,5 +264,7 @@ def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = 
         portals.check()
     except HostError as error:
         because = "; ".join([*problems, str(error)])
-        raise Unsupported(f"{family.label} cannot be redirected: {because}", family) from error
+        raise Unsupported(
+            f"{family.label} cannot be redirected: {because}; run as root or with CAP_NET_ADMIN, {ROOTLESS}",
+            family) from error
     return portals

@@ -31,7 +31,7 @@ from kproxy_core.app.explain import (
 )
 from kproxy_core.cli.explain import as_text
 from kproxy_core.contract.values import KernelObject, KernelSide
-from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Endpoint, EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.plan.endpoints import Candidates, endpoints_of
@@ -59,6 +59,8 @@ class Known:
     resort: LastResort | None = None
     problem: str = ""
     """Of relays."""
+    loopback: Address | None = None
+    """The address of loopback where the mode serves node ports."""
 
     def serve(self, made: Service, *pieces: EndpointSlice) -> None:
         found = plans(self.node, made, *pieces)
@@ -85,6 +87,12 @@ class Known:
     def relay_problem(self, key: ServicePortKey) -> str:
         return self.problem
 
+    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
+        return address == self.loopback
+
+    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
+        return True
+
 
 def known(*endpoints: Endpoint | str, **options: object) -> Known:
     made = Known()
@@ -103,7 +111,7 @@ def asked(
     of: Known, to: str, sender: str = "", origin: str = "",
     interface_towards: InterfaceTowards | None = None,
 ) -> list[Case]:  # fmt: skip
-    return cases({Family.IPV4: of}, parse_target(to), parse_sender(sender, origin), interface_towards)
+    return cases({Family.IPV4: of}, parse_target(to), parse_sender(sender, origin), interface_towards, of)
 
 
 def only(of: Known, to: str, sender: str) -> Json:
@@ -333,12 +341,34 @@ def test_an_address_without_a_port_means_all_its_frontends() -> None:
 def test_a_relay_serves_a_node_port_on_loopback_unless_it_does_not_listen(problem: str) -> None:
     of = known(HERE)
     of.node, of.problem = replace(NODE, relays_node_ports=True), problem
-    (case,) = asked(of, "127.0.0.1:30080", "node")
-    found = with_relay(case, side(Fate(Outcome.UNTOUCHED, "")), lambda family, protocol: True)
+    (case,) = asked(of, "127.0.0.1:30080")
+    found = with_relay(case, side(Fate(Outcome.UNTOUCHED, "")), of.wants_relays)
     assert found.fate is not None
     assert found.fate.outcome is (Outcome.UNTOUCHED if problem else Outcome.FORWARDED)
-    assert answer(case, found, mode="test", live=True)["near"] == (
-        problem or "node port 30080 is served on loopback in some modes only")
+    told = answer(case, found, mode="test", live=True)
+    assert told["outcome"] == "forwarded"
+    assert told["kernel"]["verdict"] == ("differs" if problem else "agrees")
+    assert told["kernel"]["objects"][-1]["text"] == problem or not problem
+
+
+@pytest.mark.parametrize(("requested", "to", "outcome"), [
+    (True, "127.0.0.1:30080", "forwarded"), (True, "127.0.0.2:30080", "not touched"),
+    (True, "127.0.0.1:30081", "not touched"), (True, "127.0.0.1:30080/udp", "not touched"),
+    (False, "127.0.0.1:30080", "not touched"),
+])  # fmt: skip
+def test_a_mode_tells_whether_it_serves_node_ports_on_loopback(
+    requested: bool, to: str, outcome: str
+) -> None:
+    of = known(HERE)
+    of.node = replace(NODE, node_ports_on_loopback=requested)
+    of.loopback = parse_address("127.0.0.1")
+    for sender in ("", "node", "127.0.0.1", "192.0.2.10"):
+        (case,) = asked(of, to, sender)
+        told = answer(case, None, mode="test", live=False)
+        assert (told["origin"], told["outcome"]) == ("node", outcome)
+    for sender in ("pod", "outside", "10.1.1.1"):
+        with pytest.raises(NoAnswer, match="only the node can send them here"):
+            asked(of, to, sender)
 
 
 def test_the_nearest_frontends_of_an_address_are_named() -> None:

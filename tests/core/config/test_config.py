@@ -344,7 +344,6 @@ CIDR = "must be a CIDR, primary, localhost or all"
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("mode: NFTables", "mode: 'NFTables': must be lower case letters, digits and dashes"),
         (
             "featureGates: {PreferSameTrafficDistribution: false}",
             "featureGates.PreferSameTrafficDistribution: False: is locked to true",
@@ -483,9 +482,9 @@ def test_irrelevant_options_are_not_checked(text: str) -> None:
 
 def test_all_problems_are_reported_at_once_with_their_options() -> None:
     assert problems_of_file(
-        "conntrack: {min: -1}\nbindAddress: x\nclusterCIDR: y\n", Flags(mode="No Mode")
+        "conntrack: {min: -1}\nbindAddress: x\nclusterCIDR: y\n", Flags(v="-1")
     ) == [
-        "--mode: 'No Mode': must be lower case letters, digits and dashes",
+        "--v: -1: must not be negative",
         "conntrack.min: -1: must not be negative",
         "bindAddress: 'x': must be an IP address",
         "clusterCIDR: 'y': must be a CIDR",

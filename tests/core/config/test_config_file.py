@@ -18,7 +18,7 @@ from kproxy_core.config.file import (
     load,
 )
 from kproxy_core.config.flags import Flags
-from kproxy_core.config.settings import resolve
+from kproxy_core.config.settings import resolve, written
 from kproxy_core.model.duration import Duration
 from tests.core.golden import golden
 
@@ -134,6 +134,7 @@ def changed(value: object) -> dict[str, object]:
         "switchModes": ["iptables"],
         "nodePortAddresses": ["10.0.0.0/8"],
         "excludeCIDRs": ["10.0.0.0/8"],
+        "udpIdleTimeout": "10s",
         "vmodule": [{"filePattern": "loop", "verbosity": 4}],
     }
     out: dict[str, object] = {}
@@ -228,7 +229,7 @@ def test_every_wrong_field_is_named(text: str, wanted: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [", "a: b: c", "\t", "---\na: 1\n---\nb: 2\n", "a: *nobody", "{", "? [a]\n: b\n"]
+    "text", ["a: [", "a: b: c", "\t", "a: *nobody", "{", "? [a]\n: b\n"]
 )
 def test_a_broken_file_is_one_problem(text: str) -> None:
     assert len(problems(text)) == 1
@@ -282,3 +283,68 @@ def test_every_mode_has_its_section() -> None:
         assert isinstance(section, ModeSection)
     assert document.section_of("")[0] == document.section_of("logging")[0] == "iptables"
     assert document.section_of("section_of")[0] == document.section_of("a-b")[0] == "iptables"
+
+
+@pytest.mark.parametrize(("more", "notices"), [
+    ("---\n", ()), ("---\n---\n# nothing\n", ()), ("...\n", ()),
+    ("---\nkind: KubeletConfiguration\n", ("only the first document counts, as in kube-proxy",)),
+    ("---\n- [\n", ("only the first document counts, as in kube-proxy",)),
+    ("---\nmode: a\nmode: b\n", ("only the first document counts, as in kube-proxy",)),
+])  # fmt: skip
+def test_the_first_document_counts(more: str, notices: tuple[str, ...]) -> None:
+    for head in ("", "---\n", "# a comment\n---\n"):
+        file = decode(f"{head}{HEAD}mode: ipvs\n{more}")
+        assert (file.document.mode, file.notices) == ("ipvs", notices)
+
+
+@pytest.mark.parametrize(("text", "hint"), [
+    ("strictARP: true", "strictARP: unknown field, ignored; did you mean 'ipvs.strictARP'?"),
+    ("bridgeInterface: x", "bridgeInterface: unknown field, ignored; "
+     "did you mean 'detectLocal.bridgeInterface'?"),
+    ("masqueradeAll: true", "masqueradeAll: unknown field, ignored; "
+     "did you mean 'iptables.masqueradeAll' or 'nftables.masqueradeAll'?"),
+    ("ipvs: {clusterCIDR: x}", "ipvs.clusterCIDR: unknown field, ignored; did you mean 'clusterCIDR'?"),
+    ("ipvs: {strictArp: true}", "ipvs.strictArp: unknown field, ignored; did you mean 'strictARP'?"),
+    ("clusterCidr: x", "clusterCidr: unknown field, ignored; did you mean 'clusterCIDR'?"),
+    ("entirely: x", "entirely: unknown field, ignored"),
+])  # fmt: skip
+def test_a_hint_names_the_field_that_was_meant(text: str, hint: str) -> None:
+    assert decode(HEAD + text).notices == (hint,)
+
+
+@pytest.mark.parametrize(("text", "flags", "lines"), [
+    ("mode: nftables", {}, ["nodePortAddresses: ['primary']"]),
+    ("mode: nftables\nnodePortAddresses: []", {}, ["nodePortAddresses: ['primary']"]),
+    ("mode: nftables\nnodePortAddresses: [localhost]", {}, ["nodePortAddresses: ['localhost']"]),
+    ("mode: ipvs\nipvs: {excludeCIDRs: []}", {}, ["excludeCIDRs: []", "nodePortAddresses: None"]),
+    ("mode: ipvs\nipvs: {excludeCIDRs: null}\nnodePortAddresses: []", {},
+     ["excludeCIDRs: None", "nodePortAddresses: []"]),
+    ("hostnameOverride: Node-01.Example.COM", {}, ["hostnameOverride: Node-01.Example.COM"]),
+    ("hostnameOverride: Node-01.Example.COM", {"hostname_override": " Node-02 "},
+     ["hostnameOverride: node-02"]),
+    ("mode: iptables\nportRange: 1000+10\nudpIdleTimeout: 10s", {},
+     ["portRange: ", "udpIdleTimeout: absent"]),
+    ("mode: userspace\nportRange: 1000+10\nudpIdleTimeout: 10s", {},
+     ["portRange: 1000+10", "udpIdleTimeout: 10s"]),
+])  # fmt: skip
+def test_what_is_written_is_kube_proxys(text: str, flags: dict[str, str], lines: list[str]) -> None:
+    """As kube-proxy 1.36 writes it: platformApplyDefaults, and the conversion to v1alpha1."""
+    config = resolve(Flags(flags), decode(HEAD + text))
+    found = yaml.safe_load(written(config))
+    found |= {"excludeCIDRs": found["ipvs"]["excludeCIDRs"]}
+    wanted = [line.partition(": ")[::2] for line in lines]
+    assert [(name, str(found.get(name, "absent"))) for name, _ in wanted] == wanted
+    again = resolve(Flags(), decode(written(config)))
+    assert written(again) == written(config)
+    assert again.hostname_override == config.hostname_override == config.hostname_override.lower()
+
+
+def test_the_idle_timeout_of_the_userspace_mode_may_be_a_field_or_a_flag() -> None:
+    by_file = resolve(Flags(), decode(HEAD + "mode: userspace\nudpIdleTimeout: 10s"))
+    by_flag = resolve(Flags(mode="userspace", udp_timeout="10s"), None)
+    assert by_file.backend_options["udpIdleTimeout"] == by_flag.backend_options["udpIdleTimeout"] == 10
+    assert by_flag.option_sources["udpIdleTimeout"] == "--udp-timeout"
+    unset = resolve(Flags(), decode(HEAD + "mode: userspace\nudpIdleTimeout: 0s"))
+    assert unset.backend_options["udpIdleTimeout"] is None
+    other = resolve(Flags(), decode(HEAD + "mode: iptables\nudpIdleTimeout: 10s"))
+    assert other.notices == ("udpIdleTimeout has no effect: it is for mode userspace",)

@@ -121,7 +121,8 @@ def test_only_the_plugin_for_the_mode_is_imported(put: Install) -> None:
 
 def test_an_unknown_mode_is_answered_with_those_that_there_are(put: Install) -> None:
     put("good", good=plugin("good"))
-    with pytest.raises(UnknownMode, match=r"no backend provides mode 'goood'; installed: .*\bgood\b"):
+    with pytest.raises(UnknownMode, match=(
+        r"no backend provides mode 'goood'; did you mean 'good'\?; installed: .*\bgood\b")):
         Registry().load("goood")
 
 

@@ -37,7 +37,7 @@ def says(
     if service is not None:
         told.serve(service, *slices)
     packets = []
-    for case in cases({Family.IPV4: told}, parse_target(to), parse_sender(sender), None):
+    for case in cases({Family.IPV4: told}, parse_target(to), parse_sender(sender), None, told):
         packets.append(answer(case, KernelSide((), decide_case(case)), mode="test", live=True))
         packets[-1]["kernel"]["filters"] = list(filters)
     return Answered(node, packets)

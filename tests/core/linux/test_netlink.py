@@ -11,8 +11,8 @@ import pytest
 
 from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.linux import messages as netlink
-from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkRequest, Span
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread, RequestError
+from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Malformed, NetlinkRequest, Span
+from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread, PollThread, RequestError, failures
 
 NOTHING = 0xEE << 8
 """A subsystem of nfnetlink that no kernel has."""
@@ -125,11 +125,41 @@ def test_attributes_are_decoded_as_they_were_encoded() -> None:
     assert netlink.attributes(found[2], 0, len(found[2])) == {3: b""}
 
 
-@pytest.mark.parametrize("size", range(24))
-def test_mangled_input_ends(size: int) -> None:
+@pytest.mark.parametrize("data", [
+    bytes(15), bytes(16), bytes(23), netlink.message(1, 0, b"1234")[:-1], netlink.message(1, 0, b"") + b"\1",
+])
+def test_cut_messages_are_refused(data: bytes) -> None:
     """A size of 0 does not make a reader loop."""
-    assert len(list(netlink.messages(bytes(size)))) == size // 16
-    assert netlink.attributes(bytes(size), 0, size) == {}
+    with pytest.raises(Malformed, match="not understood"):
+        list(netlink.messages(data))
+
+
+@pytest.mark.parametrize("data", [bytes(4), b"\5\0\1\0", b"\3\0\1\0", netlink.attribute(1, b"12345")[:8]])
+def test_cut_attributes_are_refused(data: bytes) -> None:
+    with pytest.raises(Malformed, match="attribute"):
+        netlink.attributes(data)
+
+
+@pytest.mark.parametrize("code", [1, -(1 << 31)])
+def test_errors_that_no_kernel_has_are_refused(code: int) -> None:
+    with pytest.raises(Malformed):
+        netlink.error_code(struct.pack("=i", code), 0)
+
+
+def test_a_dump_without_an_end_fails(kernel: Kernel) -> None:
+    kernel.answer((16, b"one ", 0))
+    with pytest.raises(Malformed, match="without an end"):
+        kernel.dump()
+
+
+def test_after_a_dump_that_is_not_understood_another_one_is_possible(kernel: Kernel) -> None:
+    kernel.answer((16, b"one ", 0))
+    kernel.end.send(b"odd")
+    kernel.answer((netlink.NLMSG_DONE, SUCCESS, 0))
+    with pytest.raises(Malformed):
+        kernel.dump()
+    kernel.answer((16, b"two ", 0), (netlink.NLMSG_DONE, SUCCESS, 0), number=2)
+    assert kernel.dump() == [b"two "]
 
 
 class Notified:
@@ -164,6 +194,45 @@ def test_a_watch_calls_again_without_notifications_if_asked_to(kernel: Kernel, n
     kernel.end.send(b"one")
     assert notified.calls.get(timeout=120) == ([b"one"], False)
     assert notified.calls.get(timeout=120) == ([], False)
+
+
+def test_a_watch_takes_what_it_cannot_decode_for_lost(
+    kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
+
+    def receive(datagrams: Sequence[bytes], lost: bool) -> None:
+        calls.put(([*datagrams], lost))
+        for data in datagrams:
+            list(netlink.messages(data))
+
+    before = failures["test-odd"]
+    watch = NotificationThread("test-odd", kernel.client, receive)
+    for data in (b"odd", b"odder"):
+        kernel.end.send(data)
+        assert calls.get(timeout=120) == ([data], False)
+        assert calls.get(timeout=120) == ([], True)
+    watch.close()
+    assert failures["test-odd"] == before + 2
+    assert [record.message for record in caplog.records] == ["notifications not processed"]
+
+
+def test_a_thread_survives_its_callback(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_core.linux.netlink._REST_SECONDS", 0.01)
+    calls: queue.Queue[bytes] = queue.Queue()
+
+    def ready() -> None:
+        calls.put(data := kernel.client.receive())
+        if data == b"bad":
+            raise ZeroDivisionError
+
+    thread = PollThread("test-callback", kernel.client.fileno(), ready)
+    for data in (b"bad", b"good"):
+        kernel.end.send(data)
+        while calls.get(timeout=120) != data:  # After a failure, it is called without an event, too.
+            pass
+    thread.close()
+    assert failures["test-callback"] == 1
 
 
 class Overrun(NetlinkSocket):

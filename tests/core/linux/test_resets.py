@@ -146,6 +146,26 @@ def test_a_table_that_another_process_changed_is_written_anew(lab: Lab) -> None:
     assert lab.inside.inside(lab.table.read) == {lab.pair}
 
 
+@pytest.mark.parametrize("damage", [
+    "add element {} removed { * }",
+    "add chain {} x { type filter hook forward priority 0; }; add rule {} x meta mark 7 jump { drop; }",
+    "add counter {} x; insert rule {} prerouting counter name x drop",
+    "flush chain {} prerouting; flush chain {} output; flush chain {} reset-client; delete set {} removed; "
+    "add set {} removed { type mark; }; add element {} removed { 7 }",
+])  # fmt: skip
+def test_whatever_another_process_puts_into_the_table_is_removed(lab: Lab, damage: str) -> None:
+    def listed() -> list[str]:
+        return sorted(lab.inside.run("nft", "-s", "list", "table", *name.split()).splitlines())
+
+    name = f"{lab.family.ip} {resets.TABLE}"
+    lab.do(lambda: lab.table.write([lab.pair]))
+    before = listed()
+    lab.inside.nft(damage.replace("{}", name))
+    assert listed() != before
+    lab.do(lambda: lab.table.write([lab.pair]))
+    assert listed() == before
+
+
 def test_another_process_takes_the_table_over_and_deletes_it(lab: Lab) -> None:
     lab.do(lambda: lab.table.write([lab.pair]))
     next_process = ResetTable(lab.family)

@@ -199,3 +199,61 @@ def test_gates_close_the_pages() -> None:
 def test_profiling_opens_the_debug_pages(path: str) -> None:
     assert ask(server(), path).status == 404
     assert ask(server(debug=Debug(lambda _: None).handlers), path).status in (200, 302)
+
+
+GUARDED = ["/configz", "/flagz", "/statusz", "/debug/flags/v", "/debug/kproxy/services.json", "/nothing"]
+
+
+def by_web(path: str, method: str = "GET", **fields: str) -> int:
+    """Return the status of the answer to a request with *fields* of a browser."""
+    changes: list[int] = []
+    pages = {"/debug/kproxy/services.json": lambda _: Answer(200, b"{}")}
+    routes = server(names=frozenset({"node-1", "node-1.example.com"}),
+                    debug=Debug(changes.append).handlers | pages)  # fmt: skip
+    answer = routes(Request(method, path, "", body=b"7", **fields))
+    assert isinstance(answer, Answer)
+    assert bool(changes) == (method == "PUT" and answer.status == 200)
+    return answer.status
+
+
+@pytest.mark.parametrize("host", [
+    "rebound.example", "rebound.example:10249", "node-1.example.org", "xnode-1", "localhost.example",
+    "127.0.0.1.example", "[rebound.example]", "::1", "a:b:c", "[::1", "node-1:10249x",
+])  # fmt: skip
+def test_a_name_that_is_not_the_nodes_reads_and_changes_nothing(host: str) -> None:
+    assert {by_web(path, host=host) for path in GUARDED} == {421}
+    assert by_web("/debug/flags/v", "PUT", host=host) == 421
+    assert by_web("/metrics/slis", "DELETE", host=host) == 421
+
+
+@pytest.mark.parametrize("host", [
+    "", "localhost", "LOCALHOST:10249", "localhost.:10249", "127.0.0.1:10249", "192.0.2.7", "[::1]:10249",
+    "[2001:db8::7]", "node-1:10249", "Node-1.Example.com.",
+])  # fmt: skip
+def test_addresses_and_names_of_the_node_are_served(host: str) -> None:
+    assert [by_web(path, host=host) for path in GUARDED] == [200, 200, 200, 406, 200, 404]
+    assert by_web("/debug/flags/v", "PUT", host=host) == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/slis", "/healthz", "/healthz/ping", "/proxyMode"])
+def test_scrapers_and_load_balancers_use_any_name(path: str) -> None:
+    assert by_web(path, host="kproxy.kube-system.svc:10249") == 200
+    assert by_web(path, host="lb.example", fetch_site="cross-site", fetch_mode="cors") == 200
+
+
+@pytest.mark.parametrize(("fields", "read", "changed"), [
+    ({"origin": "http://localhost:10249", "fetch_site": "same-origin", "fetch_mode": "cors"}, 200, 200),
+    ({"fetch_site": "none", "fetch_mode": "navigate"}, 200, 200),
+    ({"fetch_site": "cross-site", "fetch_mode": "navigate"}, 200, 403),
+    ({"fetch_site": "cross-site", "fetch_mode": "no-cors"}, 403, 403),
+    ({"fetch_site": "same-site", "fetch_mode": "cors"}, 403, 403),
+    ({"origin": "http://localhost:8080"}, 403, 403),
+    ({"origin": "https://localhost:10249"}, 403, 403),
+    ({"origin": "http://site.example"}, 403, 403),
+    ({"origin": "null"}, 403, 403),
+])  # fmt: skip
+def test_pages_of_other_sites_read_and_change_nothing(
+    fields: dict[str, str], read: int, changed: int
+) -> None:
+    assert by_web("/configz", host="localhost:10249", **fields) == read
+    assert by_web("/debug/flags/v", "PUT", host="localhost:10249", **fields) == changed

@@ -79,7 +79,7 @@ def test_relays_at_one_address_are_reached_by_dnat() -> None:
     at = parse_address("192.0.2.1")
     bound = [redirect._replace(at=at) for redirect in redirects(service("web", "80@30080"))]
     assert batch.iptables_change([], bound).count("-j DNAT --to-destination 192.0.2.1:40000") == 4
-    text = commands_text(batch.nft_completion(Family.IPV4, bound, at))
+    text = commands_text(batch.nft_creation(Family.IPV4, bound, at))
     assert text.count("dnat to 192.0.2.1:") == 6
 
 

@@ -269,6 +269,11 @@ def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
     (NftPortals, "flush ruleset"), (NftPortals, "flush chain ip kproxy-userspace nat-output"),
     (NftPortals, "flush map ip kproxy-userspace vips"),
     (NftPortals, "add table ip kproxy-userspace { flags dormant; }"),
+    (NftPortals, "flush map ip kproxy-userspace vips; add element ip kproxy-userspace vips { * : 9 }"),
+    (NftPortals, "add chain ip kproxy-userspace x { type filter hook output priority 0; policy drop; }; "
+                 "add rule ip kproxy-userspace x meta mark 7 jump { drop; }"),
+    (NftPortals, "flush ruleset; add table ip kproxy-userspace; "
+                 "add map ip kproxy-userspace vips { type mark : verdict; }"),
 ])  # fmt: skip
 def test_foreign_changes_of_portals_are_noticed_at_once_and_repaired(
     start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, damage: str
