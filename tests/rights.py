@@ -112,7 +112,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "tests/examples/test_debugging_page.py": (_NETWORK, _MOUNT),
     "tests/examples/test_demo.py::test_demo_finds_everything": (_NETWORK, _MOUNT),
     "tests/examples/test_ebpf_page.py": (_NETWORK, _MOUNT, _BPF),
-    "tests/examples/test_modes_page.py::test_every": (_NETWORK, _MOUNT),
+    "tests/examples/test_modes_page.py": (_NETWORK, _MOUNT),
     "tests/examples/test_quickstart.py": (_NETWORK, _MOUNT),
     "tests/examples/test_readme.py::test_the_first_screen": (_NETWORK,),
     "tests/examples/test_standalone_page.py": (_NETWORK, _MOUNT),

@@ -66,8 +66,23 @@ def test_the_command_that_installs_what_is_missing_is_printed(
     tmp_path: Path, manager: str, expected: str
 ) -> None:
     done = check(machine(tmp_path, without=["nft"], absent="bcc nftables", others={manager: RECORDING}))
-    assert done.returncode == 1
+    assert done.returncode == 0, "what does not need them works"
     assert done.stderr == f"make env: missing: nft bcc nftables. {expected}\n"
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_without_a_python_that_makes_environments_nothing_goes_on(tmp_path: Path, uid: int) -> None:
+    refusing = {"apt-get": "#!/bin/sh\nexit 100\n"}
+    done = check(machine(tmp_path, absent="ensurepip", uid=uid, others=refusing))
+    assert done.returncode == 1
+    assert "As root: apt-get install -y --no-install-recommends python3-venv" in done.stderr
+
+
+def test_packages_that_cannot_be_installed_are_named(tmp_path: Path) -> None:
+    """As in a container without a network."""
+    done = check(machine(tmp_path, without=["ipset"], uid=0, others={"apt-get": "#!/bin/sh\nexit 100\n"}))
+    assert done.returncode == 0
+    assert "missing: ipset. As root: apt-get install -y --no-install-recommends ipset" in done.stderr
 
 
 def test_on_a_bare_fedora_every_package_has_its_name_there(tmp_path: Path) -> None:
