@@ -1,0 +1,73 @@
+"""The two commands where people try software first: in a container, as nobody, in a user namespace."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.core.other_user import as_nobody
+from tests.environments import container
+
+CHECKOUT = Path(__file__).parents[2]
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PACKETS = "tests/core/linux/test_resets.py"
+"""Tests that send packets through rules of nf_tables."""
+
+
+def as_root_of_a_user_namespace(*command: str) -> list[str]:
+    return as_nobody("unshare", "--user", "--net", "--mount", "--map-root-user", *command)
+
+
+def run(command: Sequence[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run *command* as on a machine that is not CI's, with *variables* of the environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | variables
+    return subprocess.run(command, cwd=CHECKOUT, env=environment, stdin=subprocess.DEVNULL, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+
+
+def test_the_demo_shows_relays_in_a_container_and_says_what_the_rest_needs() -> None:
+    done = run(container.command([sys.executable, "-m", "examples.demo"]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "16 of 16 checks passed" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "For the whole demo:" in line]
+    assert "CAP_SYS_ADMIN and CAP_NET_ADMIN, or unshare -Urnm make demo" in line
+
+
+def test_the_whole_demo_works_without_root_in_a_user_namespace() -> None:
+    done = run(as_root_of_a_user_namespace(sys.executable, "-m", "examples.demo"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "28 of 28 checks passed" in done.stdout
+
+
+def test_packets_are_sent_without_root_in_a_user_namespace() -> None:
+    done = run(as_root_of_a_user_namespace(*PYTEST, PACKETS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("who", ["container", "nobody"])
+def test_what_the_machine_refuses_is_left_out_and_named(who: str) -> None:
+    command = (*PYTEST, PACKETS)
+    done = run(container.command([*command]) if who == "container" else as_nobody(*command))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
+    assert "needs network namespaces: Operation not permitted" in done.stdout
+
+
+def test_in_ci_it_fails() -> None:
+    done = run(container.command([*PYTEST, PACKETS]), CI="true")
+    assert done.returncode == 1
+    assert "MissingRight" in done.stdout
+
+
+def test_lanes_count_what_each_missing_right_costs() -> None:
+    done = run(container.command([sys.executable, "-m", "tests.lanes", "test", "shortage"]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, last = done.stdout.splitlines()
+    found = re.fullmatch(r"(\d+) passed, 0 failed, (\d+) skipped", last)
+    assert found, done.stdout
+    assert f"{found[2]} tests left out: network namespaces: Operation not permitted" in done.stdout
