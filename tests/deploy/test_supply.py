@@ -124,7 +124,7 @@ def test_credentials_are_loaded_without_what_the_image_leaves_out(
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
         "users": [{"name": "u", "user": user}],
     }))
-    program = f"{WITHOUT}from kproxy_core.kube.loader import main; main()"
+    program = f"{WITHOUT}from kproxy_core.kube.loader import main; main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", program, ",".join(left_out()), "", path, ""], capture_output=True, text=True,
         check=True, env=os.environ | {"HTTPS_PROXY": proxy, "NO_PROXY": "", "no_proxy": ""})  # fmt: skip

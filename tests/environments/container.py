@@ -64,6 +64,7 @@ def _check(result: int) -> None:
 
 
 _PREPARE = """
+mount -t tmpfs tmpfs /run
 ip link set lo up
 ip link add eth0 type veth peer name host
 ip link set eth0 up

@@ -119,7 +119,7 @@ def test_only_an_auth_provider_makes_the_loader_import_all(
     kubeconfig: Kubeconfig, tmp_path: Path, user: Json, imported: list[str],
 ) -> None:
     (tmp_path / "token").write_text("t")
-    program = ("from kproxy_core.kube import loader; loader.main(); heavy = {'oauthlib.oauth2.rfc6749', "
+    program = ("from kproxy_core.kube import loader; loader.main(sys.argv[1:]); heavy = {'oauthlib.oauth2.rfc6749', "
                "'urllib3.util'}; print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
                "", kubeconfig("https://127.0.0.1:1", {}, user), ""]
@@ -244,8 +244,8 @@ def test_a_plugin_that_hangs_ends_soon_after_a_killed_proxy(
     config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
         "command": "sh", "args": ["-c", f"exec >{there}; sleep 1000"], "interactiveMode": "Never",
         "apiVersion": "client.authentication.k8s.io/v1"}})
-    load = (f"import sys; sys.argv = ['', '', {config!r}, '']; from kproxy_core.kube import loader\n"
-            "loader.LOAD_SECONDS = -5; loader.main()")
+    load = ("from kproxy_core.kube import loader\n"
+            f"loader.LOAD_SECONDS = -5; loader.main(['', {config!r}, ''])")
     child = subprocess.Popen([sys.executable, "-c", load], start_new_session=True)
     with there.open("rb") as held:
         assert held.read() == b"", "nobody writes any more"
