@@ -10,6 +10,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+from kproxy_conformance.processes import owner
+from tests.sweep import MARK, sweep
+
+os.environ[MARK] = owner()
+
 hypothesis.settings.register_profile("kproxy", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("kproxy")
 
@@ -18,6 +23,11 @@ GUESTS_AT_A_TIME = 1
 
 Play = Callable[[Sequence[pytest.Item], Path], Any]
 GUESTS = pytest.StashKey[dict[Play, "Future[Any]"]]()
+
+
+def pytest_sessionstart() -> None:
+    """Begin without what killed runs have left."""
+    sweep()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +70,10 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     for item in session.items if not session.config.option.collectonly else ():
         if (mark := item.get_closest_marker("in_a_guest")) is not None:
             marked.setdefault(mark.kwargs["play"], []).append(item)
-    with TemporaryDirectory(prefix="guests-") as base, ThreadPoolExecutor(GUESTS_AT_A_TIME) as players:
+    with (
+        TemporaryDirectory(prefix=f"guests-{owner()}-") as base,
+        ThreadPoolExecutor(GUESTS_AT_A_TIME) as players,
+    ):
         session.stash[GUESTS] = played = {}
         for number, (play, items) in enumerate(marked.items()):
             directory = Path(base, str(number))

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from kproxy_conformance.processes import owner
+
 
 class NodeCgroup:
     """A cgroup (version 2) for the threads of this process that act as the node or one of its pods.
@@ -17,7 +19,7 @@ class NodeCgroup:
     def __init__(self) -> None:
         """Raises OSError where cgroups can't be made."""
         self._root = _root()
-        self._home = self._root / f"kproxy-test-{os.getpid()}"
+        self._home = self._root / f"kproxy-test-{owner()}"
         self.path = self._home / "node"
         self.path.mkdir(parents=True)
         _write(self.path / "cgroup.type", "threaded")
