@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples
 
-.PHONY: env deb demo check test lint guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb demo check test gate lint guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -33,12 +33,19 @@ demo: env
 check: env
 	@$(VENV)/bin/python -m tests.lanes check
 
-# Every test, or those of some lanes: `make test LANE=ipvs`.
-test: env guest
+# All modes on real packets, or some lanes of both verbs: `make test LANE=ipvs`.
+test: tested
+	@$(VENV)/bin/python -m tests.lanes $(or $(LANE),test)
+
+# The rest: guest kernels, installations, the soak and the browser.
+gate: tested
+	@$(VENV)/bin/python -m tests.lanes gate
+
+.PHONY: tested
+tested: env guest
 	@$(MISSING) test
 	@tests/nft_releases/unpack bookworm trixie >/dev/null || true
 	@$(VENV)/bin/python -m tests.deploy.programs
-	@$(VENV)/bin/python -m tests.lanes $(LANE)
 
 lint: env
 	@$(VENV)/bin/ruff check $(CHECKED)

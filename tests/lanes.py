@@ -1,4 +1,5 @@
-"""Run lanes of tests side by side: ``python -m tests.lanes [LANE...]``; `make check` and `make test` do.
+"""Run lanes of tests side by side: ``python -m tests.lanes [LANE...]``; `make check`, `make test` and
+`make gate` do.
 
 A lane is a process with an own log, because most of what tests do with packets is waiting. Progress is
 printed as lanes start, move on and end; the last line is ``N passed, N failed``. The exit status is 1 if
@@ -83,15 +84,8 @@ LINT = (
     Lane("lint", (_program("ruff"), "check", *_CODE), is_program=True),
     Lane("types", (_program("mypy"), *_CODE), is_program=True),
 )
-ALL = (
-    Lane("ipvs", ("tests/plugins/ipvs", "tests/kit", "-m", "in_a_guest"), in_a_guest=True),
-    Lane("guest", ("tests/switch", "tests/leftovers", "tests/guest", "tests/shortage", "tests/deploy",
-                   "tests/plugins/nftables", "-m", "in_a_guest"),
-         in_a_guest=True),
-    Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
+TEST = (
     *LINT,
-    Lane("install", ("tests/install",)),
-    Lane("soak", ("tests/soak",)),
     Lane("core", ("tests/core", "--part=2/2")),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST, "--part=1/2")),
@@ -111,9 +105,21 @@ ALL = (
     *_scenarios("ebpf", 2),
     Lane("fleet", ("tests/fleet",)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
+)  # fmt: skip
+"""Lanes of `make test`; those that take longest come first."""
+GATE = (
+    Lane("ipvs", ("tests/plugins/ipvs", "tests/kit", "-m", "in_a_guest"), in_a_guest=True),
+    Lane("guest", ("tests/switch", "tests/leftovers", "tests/guest", "tests/shortage", "tests/deploy",
+                   "tests/plugins/nftables", "-m", "in_a_guest"),
+         in_a_guest=True),
+    Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
+    Lane("install", ("tests/install",)),
+    Lane("soak", ("tests/soak",)),
     Lane("browser", ("tests/browser",)),
 )  # fmt: skip
-"""Every test, in one lane each; those that take longest come first."""
+"""Lanes of `make gate`: what a change rarely breaks, or only a guest's kernel can play."""
+ALL = (*TEST, *GATE)
+"""Every test, in one lane each."""
 CHECK = (
     *LINT,
     *(Lane("nftables", ("tests/conformance", "-k", "test_scenario and nftables-ipv4", f"--part={part}/3"))
@@ -122,6 +128,7 @@ CHECK = (
     Lane("pure", ("tests/core", "tests/plugins", "-m", "pure")),
 )  # fmt: skip
 """Lanes to run before every commit."""
+VERBS = {"check": CHECK, "test": TEST, "gate": GATE}
 
 
 @dataclass
@@ -273,9 +280,10 @@ def guest_is_available() -> bool:
 
 def main() -> int:
     names = sys.argv[1:]
-    lanes = CHECK if names == ["check"] else [lane for lane in ALL if not names or lane.name in names]
+    verb = VERBS.get(" ".join(names) or "test")
+    lanes = list(verb) if verb else [lane for lane in ALL if lane.name in names]
     if not lanes:
-        known = dict.fromkeys(["check", *(lane.name for lane in ALL)])
+        known = dict.fromkeys([*VERBS, *(lane.name for lane in ALL)])
         sys.exit(f"no such lane; known are {', '.join(known)}")
     missing = 0
     if any(lane.in_a_guest for lane in lanes) and not guest_is_available():
