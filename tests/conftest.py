@@ -10,7 +10,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+from kproxy_conformance.processes import owner
 from tests import rights
+from tests.sweep import MARK, sweep
+
+os.environ[MARK] = owner()
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=rights.CI)
 hypothesis.settings.register_profile("some", deadline=None, derandomize=rights.CI, max_examples=25)
@@ -21,6 +25,11 @@ GUESTS_AT_A_TIME = 1
 
 Play = Callable[[Sequence[pytest.Item], Path], Any]
 GUESTS = pytest.StashKey[dict[Play, "Future[Any]"]]()
+
+
+def pytest_sessionstart() -> None:
+    """Begin without what killed runs have left."""
+    sweep()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,7 +83,7 @@ def _no_namespace_is_left() -> Iterator[None]:
     """Tests name their network namespaces with the process id; at the end none may be left."""
     yield
     names = Path("/run/netns")
-    left = [path.name for path in names.glob(f"*{os.getpid()}*")] if names.exists() else []
+    left = [path.name for path in names.glob(f"*{owner()}*")] if names.exists() else []
     assert not left, f"network namespaces left behind: {', '.join(left)}"
 
 
@@ -85,7 +94,10 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     for item in session.items if not session.config.option.collectonly else ():
         if (mark := item.get_closest_marker("in_a_guest")) is not None:
             marked.setdefault(mark.kwargs["play"], []).append(item)
-    with TemporaryDirectory(prefix="guests-") as base, ThreadPoolExecutor(GUESTS_AT_A_TIME) as players:
+    with (
+        TemporaryDirectory(prefix=f"guests-{owner()}-") as base,
+        ThreadPoolExecutor(GUESTS_AT_A_TIME) as players,
+    ):
         session.stash[GUESTS] = played = {}
         for number, (play, items) in enumerate(marked.items()):
             directory = Path(base, str(number))

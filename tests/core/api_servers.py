@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kproxy_conformance.apiserver import protobuf
 from tests.core.namespaces import Namespace
+from tests.patience import PATIENCE
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -83,7 +84,7 @@ class BenchServer:
         with self._control_lock:
             try:
                 if self._control is None or self._control.sock is None:
-                    self._control = HTTPConnection("127.0.0.1", self.port, timeout=10)
+                    self._control = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
                     if self._node is not None:
                         self._node.inside(self._control.connect)
                 self._control.request(method, f"/bench/{action}", body)

@@ -5,7 +5,6 @@ That program also hides the machine's cgroups and BPF programs from what it runs
 
 import contextlib
 import itertools
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from kproxy_conformance.network import namespaces
 from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.processes import owner
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Namespace(namespaces.Namespace):
     """A network namespace with a name of its own."""
 
     def __init__(self, host: str = "", cgroup: NodeCgroup | None = None) -> None:
-        super().__init__(f"kpt-{os.getpid()}-{next(_numbers)}{host and '-'}{host}", cgroup)
+        super().__init__(f"kptest-{owner()}-{next(_numbers)}{host and '-'}{host}", cgroup)
         with self.joined():
             thread = str(threading.get_native_id())
             subprocess.run(["ip", "netns", "attach", self.name, thread], check=True)

@@ -12,6 +12,7 @@ from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 from tests.deploy import seccomp
 from tests.deploy.objects import DEPLOY
 from tests.guest.checks import Problems, names_of, play
+from tests.patience import PATIENCE
 from tests.shortage.node import Node, node, vip
 
 BASE, WITH_BPF = (DEPLOY / "seccomp" / f"{name}.json" for name in ("kproxy", "kproxy-ebpf"))
@@ -61,7 +62,7 @@ def test_a_proxy_starts_serves_repairs_switches_and_ends(here: Node, profile: Pa
     with here.proxy(under=confined) as proxy:
         here.await_answer(vip(1))
         with here.dial(vip(1)) as client:  # relays copy bulk data in another way
-            client.settimeout(10)
+            client.settimeout(PATIENCE)
             client.sendall(bytes(PIECE // 2))
             assert client.recv(1)
         here.network.run("nft", "flush ruleset")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_conformance.processes import children
 from tests.patience import PATIENCE
 from tests.shortage.node import MODES, node, vip
 
@@ -81,7 +82,7 @@ def test_a_killed_relay_worker_is_named_and_replaced(tmp_path: Path) -> None:
         here.serve(1)
         with here.proxy() as proxy:
             here.await_answer(vip(1))
-            workers = _children(proxy.pid)
+            workers = children(proxy.pid)
             for worker in workers:
                 group.add(worker)
             group.limit(os.sysconf("SC_PAGE_SIZE"))
@@ -98,8 +99,3 @@ def test_a_killed_relay_worker_is_named_and_replaced(tmp_path: Path) -> None:
             assert {int(pid) for pid in named} <= set(workers)
             here.await_answer(vip(1))
             proxy.await_health()
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -7,12 +7,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kproxy_conformance.open_files import open_files
+from kproxy_conformance.processes import children
 from tests.core.namespaces import Namespace
 from tests.patience import PATIENCE
 from tests.switch.room import KPROXY
@@ -185,11 +185,7 @@ class Proxy:
 
     def children(self) -> list[int]:
         """Process ids of its children."""
-        found: list[int] = []
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            with suppress(OSError):  # The thread has ended since it was listed.
-                found += map(int, (task / "children").read_text().split())
-        return found
+        return sorted(children(self.pid))
 
     def workers(self) -> list[int]:
         """Process ids of its relay workers."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from kproxy_conformance.builders import full_update
@@ -18,6 +17,7 @@ from kproxy_conformance.checks.subject import change, deaf, full, render
 from kproxy_conformance.network.namespaces import run
 from kproxy_conformance.network.patience import patience
 from kproxy_conformance.open_files import open_files
+from kproxy_conformance.processes import children
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.values import CONTRACT, Caveat, Detection, Leftovers
 from kproxy_core.model.address import Family
@@ -274,11 +274,7 @@ def _cleaned(bench: Bench, *, dry_run: bool = False) -> Leftovers:
 def _held() -> set[str]:
     """Return the threads, child processes and open files of this process, by description."""
     found = {f"thread {thread.name}" for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found |= {f"process {pid}" for pid in (task / "children").read_text().split()}
-        except OSError:  # the thread is ending, or the kernel does not report it
-            continue
+    found |= {f"process {pid}" for pid in children(os.getpid())}
     files: dict[str, int] = {}
     for name in open_files(os.getpid()).values():
         kind = re.sub(r"\d+", "N", name)

@@ -21,6 +21,7 @@ from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans, Request, Top
 from kproxy_core.linux import process as privileges
 from tests.core.other_user import as_nobody
+from tests.patience import PATIENCE
 
 CLIENT = """
 import contextlib, socket, sys
@@ -66,7 +67,7 @@ def connected() -> socket.socket:
     (name,) = control._names()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect("\0" + name)
-    connection.settimeout(5)
+    connection.settimeout(PATIENCE)
     return connection
 
 

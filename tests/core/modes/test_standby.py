@@ -19,6 +19,7 @@ from kproxy_core.linux.nftables import generation
 from tests.core.cli.test_cli import configuration
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy, running
+from tests.patience import PATIENCE
 
 VIP, SERVER = ("10.96.0.1", 80), ("192.0.2.10", 8080)
 
@@ -87,7 +88,7 @@ class Client:
     def _run(self) -> None:
         while not self._stopped.wait(0.01):
             try:
-                socket.create_connection(VIP, timeout=5).close()
+                socket.create_connection(VIP, timeout=PATIENCE).close()
                 self.answered += 1
             except OSError as error:
                 self.failures.append(error)

@@ -23,6 +23,7 @@ from tests.core.observe.http_clients import (
     serving,
     settle,
 )
+from tests.patience import PATIENCE
 
 __all__ = ["own_network"]
 
@@ -103,7 +104,7 @@ def test_a_new_count_shows_on_the_same_socket(server: HttpServer) -> None:
     proxy, (port, other) = Proxy(server), free_ports(2)
     proxy.apply({WEB: (port, 1), DNS: (other, 1)})
     early = socket.create_connection(
-        ("127.0.0.1", port), timeout=10
+        ("127.0.0.1", port), timeout=PATIENCE
     )  # in the queue of this socket, or served
     proxy.apply({WEB: (port, 0)})
     early.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -202,7 +203,7 @@ def test_listeners_follow_the_nodes_addresses(server: HttpServer) -> None:
 def test_unchanged_addresses_keep_connections(server: HttpServer) -> None:
     proxy, port = Proxy(server, addresses=("127.0.0.1",)), free_port()
     proxy.apply({WEB: (port, 1)})
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as early:
         proxy.place(("127.0.0.1",))
         early.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert early.recv(12) == b"HTTP/1.1 200"

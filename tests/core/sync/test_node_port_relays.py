@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_conformance.network.addresses import ADDRESSES
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.processes import children
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import WorkerPool
@@ -141,17 +141,8 @@ def reached(port: int = 30080) -> str:
         return ""
 
 
-def children() -> set[int]:
-    """Return the child processes of this one."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # A thread has ended since they were listed.
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
-
-
 def test_a_process_runs_only_while_a_node_port_is_relayed(rig: Rig) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a), node=UNASKED)
         rig.resync(web(a), backend=Asking())
@@ -159,14 +150,14 @@ def test_a_process_runs_only_while_a_node_port_is_relayed(rig: Rig) -> None:
         rig.resync(plans(NODE, service("web", "80/SCTP@30080"), endpoint_slice(
             "web", "127.0.0.1", ports=(f"{a}/SCTP",))))
         rig.resync(plans(NODE, service("web", "80@30080")))
-        assert (children(), reached(), rig.metrics().get("listeners")) == (before, "", 0)
+        assert (children(os.getpid()), reached(), rig.metrics().get("listeners")) == (before, "", 0)
         rig.resync(web(a))
-        assert len(children() - before) == 1
+        assert len(children(os.getpid()) - before) == 1
         assert (reached(), rig.metrics()["listeners"]) == ("a", 1)
         rig.change(dict.fromkeys(web(a)), {})
         assert reached() == ""
         deadline = time.monotonic() + PATIENCE
-        while children() != before:  # It may not have seen the end of the connection yet.
+        while children(os.getpid()) != before:  # It may not have seen the end of the connection yet.
             assert time.monotonic() < deadline
             rig.make_delayed_calls()
 
@@ -207,34 +198,34 @@ def test_a_port_of_another_process_is_reported_counted_and_taken_once_it_is_free
 
 
 def test_a_process_that_exits_is_replaced(rig: Rig) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a))
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGKILL)
         rig.await_exit()
-        assert children() - before - {pid}
+        assert children(os.getpid()) - before - {pid}
         assert (reached(), rig.own_metric("worker_exits_total")) == ("a", 1)
 
 
 def test_a_taken_port_keeps_no_process_from_being_replaced(rig: Rig) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a, socket.create_server(("127.0.0.1", 30081)):
         rig.resync({**web(a), **web(a, "taken", 30081)})
         assert len(rig.delayed) == 1
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGKILL)
         rig.await_exit()
         assert reached() == "a"
 
 
 def test_processes_that_die_one_after_another_are_replaced_less_and_less_often(rig: Rig) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a))
         delays = []
         for _ in range(3):
-            (pid,) = children() - before
+            (pid,) = children(os.getpid()) - before
             os.kill(pid, signal.SIGKILL)
             rig.await_exit()
             delays += rig.make_delayed_calls()
@@ -249,15 +240,15 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_waits_for_a_process_that_hangs_and_it_is_replaced(rig: Rig, hasty: None) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a, answering("b") as b:
         rig.resync(web(a))
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         of = web(b)
         rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
         assert not rig.relays.await_answers(0.0)
-        assert children() - before == {pid}
+        assert children(os.getpid()) - before == {pid}
         rig.settle()
         problem = f"relay worker {pid} does not answer: timed out"
         assert rig.shown[Family.IPV4] == f"default/web is not served on 127.0.0.1:30080: {problem}"
@@ -271,34 +262,34 @@ def test_a_process_that_hangs_without_orders_is_noticed(
     rig: Rig, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kproxy_core.sync.node_port_relays._CHECKED", 0.1)
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a))
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         rig.await_exit()
-        assert children() - before - {pid}
+        assert children(os.getpid()) - before - {pid}
         assert reached() == "a"
 
 
 def test_a_process_that_hangs_does_not_keep_the_proxy(rig: Rig, hasty: None) -> None:
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a))
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         of = web(a, node_port=30081)
         rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
         rig.relays.close()
-        assert children() == before
+        assert children(os.getpid()) == before
 
 
 def test_a_process_without_descriptors_is_reported(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy_core.sync.node_port_relays._CHECKED", 0.1)
-    before = children()
+    before = children(os.getpid())
     with answering("a") as a:
         rig.resync(web(a))
-        (pid,) = children() - before
+        (pid,) = children(os.getpid()) - before
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1))
         with socket.create_connection(("127.0.0.1", 30080)):
             rig.calls.get(timeout=PATIENCE)()

@@ -17,6 +17,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.resets import ConnectionResets, ResetResult
 from tests.core.loop_rig import V4, Clock, Rig
+from tests.patience import PATIENCE
 
 WEB = ServicePortKey("default", "web", "", Protocol.TCP)
 VIP = Frontend(parse_address("10.96.0.1"), Protocol.TCP, 80)
@@ -298,5 +299,5 @@ def test_a_thread_searches_while_there_is_something_to_search_for() -> None:
     resets = ConnectionResets([V4], told.put, table=lambda _: kernel, find=kernel.find)
     rig = Rig(families=[V4], backend=Watched(kernel), observers=lambda _: [resets])
     rig.start(*web("10.0.0.2"))
-    assert told.get(timeout=20).pairs == 1
+    assert told.get(timeout=PATIENCE).pairs == 1
     kernel.connections.clear()

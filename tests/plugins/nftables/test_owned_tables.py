@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.processes import KPROXY
+from tests.patience import PATIENCE
 from tests.shortage.node import Node, node, vip
 
 FLUSHES = 100
@@ -55,8 +56,8 @@ class Clients:
     def run(self) -> None:
         while not self._ended.wait(PACE):
             try:
-                with socket.create_connection((vip(1), 80), 5.0) as client:
-                    client.settimeout(5.0)
+                with socket.create_connection((vip(1), 80), PATIENCE) as client:
+                    client.settimeout(PATIENCE)
                     assert client.recv(1) == b"!"
                 self.opened += 1
             except OSError as error:

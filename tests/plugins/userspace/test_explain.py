@@ -22,6 +22,7 @@ from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.wanted import Portal, Redirect
 from tests.nft_releases.releases import BOOKWORM, TRIXIE
+from tests.patience import PATIENCE
 from tests.plugins.explained import decided, questions
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -79,7 +80,7 @@ def test_the_endpoint_that_affinity_keeps_for_a_client_is_named(family: Family) 
         subprocess.run(["ip", version, "route", "add", "default", "dev", "lo"], check=True)
         before = instance.explain([sticky], live=True)
         frontend = format_address(sticky.packet.destination), sticky.packet.port
-        with socket.create_connection(frontend, timeout=10) as client:
+        with socket.create_connection(frontend, timeout=PATIENCE) as client:
             source = parse_address(client.getsockname()[0])
             asked = replace(sticky, packet=sticky.packet._replace(source=source))
             after = instance.explain([asked], live=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kproxy_conformance.processes import children
 from tests.bench.load import endpoint, idle_connections
 from tests.bench.relays import resident_mib
 from tests.patience import PATIENCE
@@ -37,8 +38,7 @@ MANIFESTS = [
 
 def family_of(pid: int) -> list[int]:
     """*pid* and its children."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(int(child) for file in children for child in file.read_text().split())]
+    return [pid, *children(pid)]
 
 
 @pytest.mark.usefixtures("node")

@@ -12,6 +12,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations, bind_socket
 from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
+from tests.patience import PATIENCE
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP
 KEY = ServicePortKey("default", "web", "http", TCP)
@@ -108,7 +109,7 @@ def test_a_reserved_port_is_taken_and_refuses_clients(protocol: Protocol) -> Non
     with pytest.raises(NoPort, match="port 30080 of this node"):
         other.reserve(KEY, frontend)
     with socket.socket(socket.AF_INET, kind) as client:
-        client.settimeout(5)
+        client.settimeout(PATIENCE)
         with pytest.raises(ConnectionRefusedError):
             ask(client)
     one.release_all()
