@@ -147,15 +147,19 @@ def make_recorder(
     return recorder
 
 
-def make_source(config: Config, node_name: str, access: "CurrentAccess", observe: "Observe") -> Source:
+def make_source(
+    config: Config, node_name: str, access: "CurrentAccess", observe: "Observe",
+    report: Callable[[str], None] = lambda _: None,
+) -> Source:
     """Return the source of objects: the API server of *access*, unless *config* names a directory.
 
-    *observe* is called after each request to the API server. Raises StartFailed if the source cannot be used.
+    *observe* is called after each request to the API server. *report* is told what keeps a directory from
+    being read; "": nothing does. Raises StartFailed if the source cannot be used.
     """
     if config.kproxy.manifests:
         from kproxy_core.kube.directory import DirectorySource
 
-        return DirectorySource(Path(config.kproxy.manifests), node_name)
+        return DirectorySource(Path(config.kproxy.manifests), node_name, report=report)
     from kproxy_core.kube.access import AccessError
     from kproxy_core.kube.reflector import KubernetesSource
     from kproxy_core.kube.transport import JSON, accept_header
@@ -285,7 +289,9 @@ class _Proxy:
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
-        self._source = make_source(config, self._node.name, access, self._metrics.client.record)
+        self._source = make_source(
+            config, self._node.name, access, self._metrics.client.record,
+            lambda problem: self._health.report("manifests", None, problem))
         if config.kproxy.manifests:
             from kproxy_core.kube.checks import CheckedSource
 

@@ -8,7 +8,7 @@ import stat
 import time
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +98,7 @@ class Manifest:
     bad: list[BadObject] = field(default_factory=list)
     """Problems in the file, at most `MOST_COMPLAINTS` and one that counts the rest."""
     stray: int = 0
-    """Documents and items that are no API objects."""
+    """Documents and items that are no API objects, empty ones included."""
 
     def _add(self, where: str, resource: decode.Resource[Any, Any], value: bytes | Raw) -> None:
         reading = resource.from_json(value)
@@ -112,6 +112,10 @@ class Manifest:
 
     def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
         self.bad.append(BadObject(shown(kind), where, path, problem))
+        self.note_stray()
+
+    def note_stray(self) -> None:
+        """Count a document or item that is no API object. Raises Malformed if there are too many."""
         self.stray += 1
         if self.stray > MOST_STRAY:
             raise decode.Malformed(f"more than {MOST_STRAY} documents or items are no API objects")
@@ -144,7 +148,9 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
     manifest = Manifest()
     try:
         for i, value in enumerate(documents(data), 1):
-            if value is not None:
+            if value is None:
+                manifest.note_stray()
+            else:
                 _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
     except NotYaml as error:
         raise decode.Malformed(f"is not YAML: {error}") from error
@@ -251,6 +257,10 @@ class Inventory:
 
     def has_failed(self, file: str) -> bool:
         return file in self._failures
+
+    def has_problems(self, file: str) -> bool:
+        """Return whether *file* has failed, or holds a bad object."""
+        return file in self._failures or file in self._bad
 
     def _fail(self, file: str, problem: str) -> list[BadObject]:
         if self._failures.get(file) == problem:
@@ -387,7 +397,7 @@ class _Why(enum.Enum):
     LINKED = enum.auto()
     """It appeared with content: its writer is not done yet, or it was complete when linked here."""
     DOUBTED = enum.auto()
-    """It appeared with content that was broken a moment later."""
+    """It was closed or appeared with content that was broken a moment later."""
     WRITTEN = enum.auto()
     """It is being written, and is complete once it is valid (JSON)."""
 
@@ -407,7 +417,12 @@ class DirectorySource:
 
     kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
 
-    def __init__(self, path: str | os.PathLike[str], node_name: str, *, grace: float = GRACE) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], node_name: str, *, grace: float = GRACE,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """*report* is told what keeps all manifests from being read; "": nothing does."""
+        self._report_problem = report
         self._path = os.path.abspath(path)
         self._grace = grace
         self._inventory = Inventory(node_name)
@@ -477,8 +492,11 @@ class DirectorySource:
             if not self._missing:
                 log.warning("directory of manifests is missing, waiting for it", extra={
                     "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
+                self._report_problem(f"directory {shown(self._path)} is missing, waiting for it")
             self._missing = True
         elif self._watch.directory != before:
+            if self._missing:
+                self._report_problem("")
             self._missing = False
             self._scan()
             log.info("directory of manifests read", extra={"fields": {
@@ -543,6 +561,10 @@ class DirectorySource:
         for name in settled:
             if os.path.exists(self._path_of(name)):
                 self._read_into(changes, name)
+                if isinstance(changes.get(name), Malformed) and not self._known.get(name):
+                    # Perhaps cut by the next writer already, who will close it.
+                    del changes[name]
+                    self._look_later(name, _Why.DOUBTED)
             else:
                 self._look_later(name, _Why.VANISHED)
 
@@ -680,7 +702,11 @@ class DirectorySource:
             if content is None:
                 self._known.pop(name, None)
                 self._links.discard(name)
+        before = [name for name in changes if self._inventory.has_problems(name)]
         events: list[Event] = self._inventory.apply(changes) if changes else []
+        for name in before:
+            if changes[name] is not None and not self._inventory.has_problems(name):
+                log.info("manifest was corrected, all of it is used", extra={"fields": {"file": shown(name)}})
         changes.clear()
         if self._scanned and not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
             self._complete = True

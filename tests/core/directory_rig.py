@@ -108,10 +108,12 @@ def serving(**services: int) -> Callable[[State], bool]:
 
 
 @contextmanager
-def followed(directory: Path, grace: float = GRACE) -> Iterator[State]:
+def followed(
+    directory: Path, grace: float = GRACE, report: Callable[[str], None] = lambda _: None
+) -> Iterator[State]:
     """The state that follows *directory* as it changes."""
     state = State()
-    source = DirectorySource(directory, NODE, grace=grace)
+    source = DirectorySource(directory, NODE, grace=grace, report=report)
     source.start(state.emit)
     try:
         yield state

@@ -110,3 +110,18 @@ def test_only_a_lack_of_resources_delays_other_objects(
         failing = False
         state.wait(lambda s: s.store.complete and "bad" in s.services)
     assert state.complaints == []
+
+
+def test_a_manifest_that_was_corrected_is_logged(tmp_path: Path, said: SimpleQueue[str]) -> None:
+    path = tmp_path / "web.yaml"
+    path.write_text("a: [")
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.complaints)
+        path.write_text(text(service("web")))
+        state.wait(serving(web=80))
+        while said.get(timeout=PATIENCE) != "manifest was corrected, all of it is used":
+            pass
+        path.write_text(text(service("web", port=81)))
+        state.wait(serving(web=81))
+    while not said.empty():
+        assert said.get() != "manifest was corrected, all of it is used"

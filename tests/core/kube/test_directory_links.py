@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.kube.reading import shown
 from tests.core.directory_rig import State, followed, service, serving, text
 from tests.patience import PATIENCE
 
@@ -214,7 +215,8 @@ def said() -> Iterator[Said]:
 
 
 def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: Said) -> None:
-    with followed(tmp_path / "a" / "b" / "manifests") as state:
+    problems: list[str] = []
+    with followed(tmp_path / "a" / "b" / "manifests", report=problems.append) as state:
         assert "is missing" in said.messages.get(timeout=PATIENCE)
         write(tmp_path / "a" / "other", service("other"))
         write(tmp_path / "a" / "b" / "other", service("other"))
@@ -224,6 +226,7 @@ def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: Said) -> None
         state.wait(lambda s: s.store.complete)
         assert said.messages.get(timeout=PATIENCE) == "directory of manifests read"
     assert said.messages.empty()
+    assert problems == [f"directory {shown(str(tmp_path / 'a/b/manifests'))} is missing, waiting for it", ""]
 
 
 def test_a_directory_renamed_into_place(tmp_path: Path) -> None:

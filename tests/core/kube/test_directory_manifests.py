@@ -124,6 +124,7 @@ def test_the_nesting_of_lists_is_limited() -> None:
 
 @pytest.mark.parametrize(("name", "data", "problem"), [
     ("a.yaml", b"", "is empty"),
+    ("a.yaml", b"---\n" * 1002, "more than 1000 documents or items"),
     ("a.json", b" \n", "is empty"),
     ("a.json", b"{", "is not a JSON object"),
     ("a.json", b"[]", "is not a JSON object"),
