@@ -34,8 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def sweep() -> None:
     """End the processes, and delete the mounts, namespaces, cgroups and directories of runs that ended.
 
-    What this user may not touch is left, and all in another PID namespace: there, every process of the machine
-    seems to have ended.
+    What this user may not touch is left, and all in another PID namespace: there, every process of the
+    machine seems to have ended.
     """
     if os.readlink("/proc/self/ns/pid") != _OF_THE_MACHINE:
         return
