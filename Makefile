@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples
 
-.PHONY: env deb demo check test gate lint guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -49,6 +49,11 @@ gate: env guest
 lint: env
 	@$(VENV)/bin/ruff check $(CHECKED)
 	@$(VENV)/bin/mypy $(CHECKED)
+
+# Plants faults in a copy of this checkout, one at a time, and runs the tests that must fail; or some:
+# `make faults FAULT='NAME...'`.
+faults: env
+	@$(VENV)/bin/python -m tests.faults $(FAULT)
 
 # What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:

@@ -106,7 +106,8 @@ TEST = (
     *_scenarios("ebpf", "ipv4"),
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",
-                  "tests/environments", *_NOT_IN_A_GUEST, "-k", f"not ({_of_a_mode(*_MODES)})")),
+                  "tests/environments", "tests/faults", *_NOT_IN_A_GUEST,
+                  "-k", f"not ({_of_a_mode(*_MODES)})")),
     Lane("fleet", ("tests/fleet",)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
 )  # fmt: skip
