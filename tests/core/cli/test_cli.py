@@ -96,7 +96,7 @@ def test_the_version_is_printed_without_heavy_imports() -> None:
         (["--write-config-to=/no/such/file"], "--write-config-to: '/no/such/file': No such file"),
         (["--v=loud"], "--v: 'loud': must be a whole number"),
         (["--dry-run"], "--dry-run, --own-only and --output require --cleanup"),
-        (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; installed: "),
+        (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; did you mean 'nftables'?; installed: "),
         (["--cluster-cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),
         (["--cluster_cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),
         (["--config=/no/such/file"], "--config: '/no/such/file': can't be read: No such file"),

@@ -120,7 +120,8 @@ def test_only_an_auth_provider_makes_the_loader_import_all(
 ) -> None:
     (tmp_path / "token").write_text("t")
     program = ("from kproxy_core.kube import loader; loader.main(sys.argv[1:]); "
-               "heavy = {'oauthlib.oauth2.rfc6749', 'urllib3.util'}; print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
+               "heavy = {'oauthlib.oauth2.rfc6749', 'urllib3.util'}; "
+               "print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
                "", kubeconfig("https://127.0.0.1:1", {}, user), ""]
     run = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import pytest
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.settings import Settings
 from tests.core.bpf_places import new_bpf_file_system, new_cgroup
+from tests.rights import require
 
 
 @pytest.fixture
@@ -31,5 +32,6 @@ def settings(cgroup: Path, pins: Path) -> Settings:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The programs, compiled now."""
+    """The programs, compiled now: bcc makes their maps on the way."""
+    require("BPF")
     return Compilation(str(tmp_path_factory.mktemp("cache"))).result()
