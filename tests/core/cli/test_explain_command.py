@@ -91,6 +91,13 @@ def test_questions_without_an_answer_end_with_one_line(node: Namespace) -> None:
         "Error: --manifests: /none: there is no such directory")
 
 
+@pytest.mark.parametrize("words", [("pod", "web", "--from=10.1.9.9"), ("pod", "web", "node")])
+def test_a_question_has_one_sender_and_one_receiver(words: tuple[str, ...]) -> None:
+    done = subprocess.run([KPROXY, "explain", *words], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == "Error: give [FROM] TO"
+
+
 def test_damage_is_a_difference_until_it_is_repaired(node: Namespace, manifests: Path) -> None:
     """Beside no proxy, so that nothing repairs it."""
     flags = ("--mode=iptables", f"--manifests={manifests}")

@@ -64,6 +64,14 @@ def test_every_endpoint_has_the_same_chance(count: int) -> None:
     assert left == pytest.approx(0, abs=1e-6)
 
 
+def test_each_source_range_is_admitted() -> None:
+    ranges = "192.0.2.0/24 198.51.100.0/24"
+    exposed = service("web", load_balancer_ips="203.0.113.1", source_ranges=ranges)
+    (plan,) = plans(NODE, exposed, endpoint_slice("web", "10.244.0.1")).values()
+    found = wanted(plan, style()).chains[service_chains(plan.key).firewall]
+    assert re.findall(r"-s (\S+)", found) == ranges.split()
+
+
 def test_probabilities_follow_weights() -> None:
     pieces = [endpoint_slice("web", f"10.244.0.{n}", name=f"web-{n}", weight=weight)
               for n, weight in ((1, 60), (2, 30), (3, 10), (4, 0))]
