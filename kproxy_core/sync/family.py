@@ -182,7 +182,7 @@ class FamilySync:
         self._trusts_backend = self._trusts_backend or scope is Scope.RESYNC
         self._isolation.succeeded(ended)
         steps = []
-        problem = ""
+        problem = self._log_unserved(self.plans.unserved)
         is_first, rules_were_missing = not self.is_synced, False
         if scope is Scope.RESYNC:
             rules_were_missing = self._is_damaged or (report is not None and report.operations > 0)

@@ -118,6 +118,8 @@ def test_a_change_of_what_fails_is_tried_at_once_and_others_need_not_wait(rig: P
     rig.say(*events_of(6, endpoint="10.0.0.1"), *events_of(11))
     assert "s11" in rig.served
     assert rig.count() == 1
+    rig.say(ServiceSet(service("s11", ip="10.96.0.12", affinity=5)), *events_of(11))
+    assert "not served: default/s5" in rig.health.healthz().body.decode(), "also after a sync of nothing"
     rig.say(*events_of(5, endpoint="10.0.0.1"))
     rig.work()
     assert (rig.count(), rig.served) == (0, {f"s{number}" for number in (*range(10), 11)})
