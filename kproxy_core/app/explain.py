@@ -366,7 +366,7 @@ def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
 def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Protocol], bool]) -> KernelSide:
     """Return *side*, or what a relay of this process does with the packet. See `Backend.wants_relays`.
 
-    A relay that does not listen does nothing.
+    A relay that fails to listen does nothing; without endpoints none listens, and the kernel refuses.
     """
     packet, node = case.question.packet, case.question.node
     is_left = side.fate is not None and side.fate.outcome is Outcome.UNTOUCHED
@@ -380,7 +380,8 @@ def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Pro
         return KernelSide((*side.objects, KernelObject("relay", problem)), side.fate)
     endpoints = plan.relayed_to
     if not endpoints:
-        return side
+        fate = Fate(Outcome.REFUSED, "no relay listens for a node port without endpoints")
+        return KernelSide(side.objects, fate, deviation="kproxy relays node ports on loopback")
     objects = [KernelObject("relay", f"{where} -> {format_socket(*endpoint)}") for endpoint in endpoints]
     choices = tuple(EndpointShare(each, 1 / len(endpoints), masqueraded=True) for each in endpoints)
     fate = Fate(Outcome.FORWARDED, "a relay serves node ports on loopback", choices)
