@@ -13,6 +13,8 @@ _MODULES = (
     *("nft_fib_inet", "nft_fib_ipv4", "nft_fib_ipv6", "nft_reject_ipv4", "nft_reject_ipv6"),
     *("xt_addrtype", "xt_comment", "xt_conntrack", "xt_mark", "xt_MASQUERADE", "xt_nat", "xt_REDIRECT"),
     *("xt_statistic", "xt_tcpudp", "ipt_REJECT", "ip6t_REJECT", "bridge", "veth"),
+    # Loading it is what shows bridged packets to iptables, as on a node set up by kubeadm.
+    "br_netfilter",
 )
 LONGEST = 3000
 """Seconds that a guest lives: ten times what the longest takes on a quiet machine. Waits in it end sooner."""
