@@ -35,6 +35,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 
 _PREPARED = 3.0
 """Longest time in seconds that a sync waits for relays which the mode before did not need."""
+_FOLLOWED = 0.5
+"""Longest time in seconds that a sync waits for the relays that follow it; not while an answer is late."""
 _CHECKED = 10.0
 """Interval in seconds at which the worker process has to answer."""
 _CLOSED = 12.0
@@ -129,7 +131,8 @@ class NodePortRelays:
     """Has one worker process relay node ports for whichever backend serves, and keeps it across a switch.
 
     The process runs while a node port is relayed or a connection is open. Every sync is prepared and
-    followed, on the loop's thread, which gives orders and goes on: their answers are calls that it gets. A
+    followed, on the loop's thread, which waits for the process for half a second at most, and not again while
+    an answer is late: answers are calls that it gets. A
     mode that is tried gets its relays before it writes rules, which may replace the other's, and nothing is
     closed before it serves.
     """
@@ -170,6 +173,8 @@ class NodePortRelays:
         self._backoff = Backoff(first=_FIRST_DELAY, longest=_LONGEST_DELAY)
         self._deaths = Backoff(longest=_LONGEST_DELAY)
         self._is_retry_due = False
+        self._is_late = False
+        """The worker process did not answer in time, and has not since."""
         self._watched: list[Worker] = []
 
     def prepare(self, backend: Asking, update: Update) -> None:
@@ -205,6 +210,7 @@ class NodePortRelays:
                 dict.fromkeys(self._relays[family]))
         if protocols or changed:
             self._bring(self._relays[family], protocols, changed)
+            self._is_late = self._is_late or not self.await_answers(_FOLLOWED)
 
     def settle(self, backend: Asking) -> None:
         """Close what only a mode before *backend*, which serves now, wanted relayed."""
@@ -312,6 +318,7 @@ class NodePortRelays:
         if problem and not self._outage:
             log.error("no node port is relayed on loopback", extra={"fields": {"problem": problem}})
         had_outage, self._outage = bool(self._outage), problem
+        self._is_late = False
         before = {number: self._failing.pop(number, "") for number in (*orders, *failures)}
         for family, relays in self._relays.items():
             for key, serve in relays.items() if failures else ():

@@ -108,7 +108,8 @@ class BackendDriver(Driver):
                 Store(_FAMILIES, (), time.time(), last_resort=self._config.kproxy.last_resort_seconds),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
                 self._instance,
-                [flows, self._early, ConnectionResets(_FAMILIES, lambda _: None)],
+                [flows, self._early, ConnectionResets(
+                    _FAMILIES, lambda _: None, relayed=self._relays.reset_connections)],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
             )  # fmt: skip
             self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
