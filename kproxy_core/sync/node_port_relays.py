@@ -132,9 +132,8 @@ class NodePortRelays:
 
     The process runs while a node port is relayed or a connection is open. Every sync is prepared and
     followed, on the loop's thread, which waits for the process for half a second at most, and not again while
-    an answer is late: answers are calls that it gets. A
-    mode that is tried gets its relays before it writes rules, which may replace the other's, and nothing is
-    closed before it serves.
+    an answer is late: answers are calls that it gets. A mode that is tried gets its relays before it writes
+    rules, which may replace the other's, and nothing is closed before it serves.
     """
 
     def __init__(
