@@ -36,6 +36,7 @@ check: env
 # What a change may break, in every mode with real packets; or some lanes: `make test LANE=ebpf`. What this machine
 # refuses is left out and said.
 test: env
+	@$(MISSING) test || true
 	@tests/nft_releases/unpack bookworm trixie >/dev/null || true
 	@$(VENV)/bin/python -m tests.lanes test $(LANE)
 

@@ -400,6 +400,9 @@ def judge(packet: Packet, decided: Fate, side: KernelSide) -> tuple[str, list[st
     """Return the verdict about *packet*, and the differences that explain it."""
     if side.fate is None:
         return UNKNOWN, ["not every rule on the way is understood"]
+    if (decided.outcome, side.fate.outcome) == (Outcome.REFUSED, Outcome.UNTOUCHED) and (
+            is_loopback(packet.destination)):
+        return AGREES, []  # Nothing listens there, so the node itself refuses.
     found = list(_differences(decided, side.fate, ignore_source=packet.origin is Origin.NODE))
     remembered = side.remembered
     if remembered is not None and remembered not in {choice.where for choice in decided.choices}:
