@@ -32,7 +32,7 @@ class Worker:
             self.counts = open_counts(counts)
             self.process = subprocess.Popen(
                 process.interpreter("kproxy_core.linux.relay.worker", theirs.fileno(), counts, *settings),
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts], cwd="/",
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
         except OSError:
