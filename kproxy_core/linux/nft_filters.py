@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from kproxy_core.linux.messages import attribute_spans, attributes, text
+from kproxy_core.linux.messages import Malformed, attribute_spans, attributes, text
 from kproxy_core.linux.nft_rules import Attributes, Expression
 from kproxy_core.linux.nft_tables import HeldRule
 from kproxy_core.model import address as net
@@ -387,7 +387,7 @@ class _Run:
                 except _NotKnown as problem:
                     self._problems[str(problem)] = None
                     self._words.clear()
-                except (KeyError, ValueError):  # Attributes of a newer kernel.
+                except (KeyError, ValueError, Malformed):  # Attributes of a newer kernel.
                     self._problems[expression.name] = None
                     self._words.clear()
                 if self._verdict.code != _CONTINUE:

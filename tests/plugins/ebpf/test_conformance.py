@@ -15,7 +15,8 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
 
 
 NOT_IN_A_GUEST = dict.fromkeys(
-    ("removed-endpoints-reset", "removed-endpoints-restart", "localhost-node-ports-reset"), "its kernel has no CONFIG_INET_DIAG_DESTROY")
+    ("removed-endpoints-reset", "removed-endpoints-restart", "localhost-node-ports-reset"),
+    "its kernel has no CONFIG_INET_DIAG_DESTROY")
 
 
 @pytest.mark.in_a_guest(play=play)
