@@ -182,12 +182,13 @@ class FamilySync:
         self._trusts_backend = self._trusts_backend or scope is Scope.RESYNC
         self._isolation.succeeded(ended)
         steps = []
-        problem = self._log_unserved(self.plans.unserved)
         is_first, rules_were_missing = not self.is_synced, False
         if scope is Scope.RESYNC:
             rules_were_missing = self._is_damaged or (report is not None and report.operations > 0)
             self._is_damaged = False
-        if report is not None:
+        if report is None:
+            problem = self._log_unserved(self.plans.unserved)
+        else:
             self._log_sync(scope, report, ended - started)
             unserved = {**report.unserved, **self._isolation.unserved}
             problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded)))
