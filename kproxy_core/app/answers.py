@@ -69,6 +69,7 @@ class Snapshot:
         self.addresses = plans.addresses
         self.now = loop.now
         self.plans: Mapping[ServicePortKey, ServicePlan] = dict(plans.plans)
+        self.unserved = plans.unserved
         self._loop = loop
         self._live = plans
         self._relay_problem = relay_problem
@@ -196,17 +197,22 @@ def _interface(address: Address) -> Interface | None:
 
 
 def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> list[Caveat]:
-    """Return the caveats of the mode that concern the service port of *case*; none if the plugin fails."""
+    """Return what concerns the service port of *case*: why it is not served, and the caveats of the mode.
+
+    Without the latter if the plugin fails.
+    """
     question = case.question
     if question.plan is None:
         return []
+    problem = case.plans.unserved.get(question.plan.key)
+    unserved = [Caveat(f"not served, or only in part: {problem}", question.plan.key)] if problem else []
     plans = {question.plan.key: question.plan}
     update = Update(question.node.family, Scope.RESYNC, question.node, {}, plans)
     try:
         found = registry.caveats(instance.mode, update, instance.settings)
     except PluginFailed:
-        return []
-    return [caveat for caveat in found if caveat.service_port == question.plan.key]
+        return unserved
+    return [*unserved, *(caveat for caveat in found if caveat.service_port == question.plan.key)]
 
 
 def diff(node: PlannedNode) -> Answer:

@@ -4,6 +4,7 @@ A list page, or a watch event, is decoded into typed structs in one pass. Only i
 decoded one by one, so that a bad one is refused with its name and field while the others are used.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -26,6 +27,8 @@ from kproxy_core.kube.reading import (
 )
 from kproxy_core.model import events
 from kproxy_core.model.service import ServiceName, SliceName
+
+log = logging.getLogger("kproxy.kube")
 
 
 class HasMetadata(Protocol):
@@ -140,7 +143,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     api_version: str
     plural: str
     struct: type[W]
-    read: Callable[[W], Reading[V]]
+    reader: Callable[[W], Reading[V]]
     make_gone: Callable[[Name], events.Event] | None = None
     """Makes the event for an object that was deleted or is not for this proxy; None: no such event exists."""
     namespaced: bool = True
@@ -169,6 +172,15 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
         """Return the event for the object *name* that was deleted or can no longer be used."""
         assert self.make_gone is not None
         return self.make_gone(name)
+
+    def read(self, obj: W) -> Reading[V]:
+        """Return the value of *obj*, or its refusal, also if a bug keeps it from being read."""
+        try:
+            return self.reader(obj)
+        except Exception as error:  # the other objects must not wait for it
+            meta = getattr(obj, "metadata", None) or _Identity(getattr(obj, "name", None))
+            log.exception("bug: an object cannot be read", extra={"fields": {"kind": self.kind}})
+            return self.refused(FieldError("", f"cannot be read: {error!r}"), meta.name, meta.namespace)
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         if len(data) > MAX_OBJECT_BYTES:

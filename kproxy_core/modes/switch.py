@@ -298,7 +298,7 @@ class ModeSwitch:
             settings, instance = self._mode_settings(self.instance.mode), self.instance
             try:
                 self._loop.call(self._loop.hold)
-                updates = self._loop.call(partial(self._loop.updates, settings.node))
+                updates = self._loop.call(partial(self._loop.programmed, settings.node))
                 prove(self._loop, instance, updates, log.debug)
             finally:
                 self._loop.call(
@@ -363,7 +363,7 @@ class ModeSwitch:
 
         def restore() -> None:
             try:
-                for update in self._loop.updates(settings.node):
+                for update in self._loop.programmed(settings.node):
                     _sync(old, update, self._pause)
             finally:  # the loop retries whatever could not be restored now
                 self._loop.serve_with(old, settings.node, settings.pacing, Scope.RESYNC)

@@ -1,12 +1,14 @@
 """The syncs of one IP family: when they run, and what follows from success and failure."""
 
+import errno
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import PluginFailed, SyncFailed, TrustLost, Unsupported, one_line
 from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.kube.store import Store
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
@@ -20,6 +22,12 @@ log = logging.getLogger("kproxy.run")
 
 _ESCALATE_AFTER = 2
 """Consecutive failures after which a full sync is requested, or service ports are suspected."""
+
+_SUSPECT_ALL_AFTER = 6
+"""Consecutive failures after which all service ports are suspected, not only those that differ."""
+
+_OF_MACHINE = frozenset({errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE})
+"""Errors that no service port causes."""
 
 _LONGEST_LEFT_OUT = 300.0
 """Upper bound in seconds of the delay until service ports that could not be programmed are tried again."""
@@ -36,14 +44,14 @@ class FamilySync:
 
     def __init__(
         self, family: Family, store: Store, instance: BackendInstance, pacing: Pacing,
-        observers: Sequence[SyncObserver], clock: Callable[[], float], cpu: Callable[[], float],
+        observers: SyncObserver, clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
         """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
         self.plans = FamilyPlans(family, store)
         self.instance = instance
         self.family = family
         self.is_synced = False
-        """A sync has succeeded."""
+        """A sync has succeeded, with all service ports but those that the backend fails to program."""
         self.pacing = pacing
         self._objects = store.families[family]
         self._observers = observers
@@ -56,12 +64,13 @@ class FamilySync:
         self._trigger_times: list[float] = []
         self._failures = 0
         self._isolation = Isolation(longest=_LONGEST_LEFT_OUT)
-        self._is_search_futile = False
-        """No service port is the cause of the failures since the last success."""
+        self._suspect_at = self._suspect_all_at = 0
+        """Consecutive failures after which the service ports that differ, or all, are suspected."""
         self._trusts_backend = True
         """It has not raised an unexpected error since its last full sync."""
         self._degraded = ""
         """`SyncReport.degraded` of the last sync."""
+        self._end_failures()
         self._damage = ""
         self._damages = 0
         self._is_damaged = False
@@ -69,27 +78,24 @@ class FamilySync:
 
     def request(self, scope: Scope = Scope.CHANGED) -> None:
         self.pacing.request(self._clock(), scope)
-        for observer in self._observers:
-            observer.sync_requested(self.family)
+        self._observers.sync_requested(self.family)
 
     def pause(self) -> None:
         """Prepare for rules of another instance. The caller makes no turn until `serve_with`."""
-        for observer in self._observers:
-            observer.plans_changed(self.family, None)
+        self._observers.plans_changed(self.family, None)
 
     def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
         self.instance = instance
         self.pacing = pacing
-        self._failures = 0
+        self._end_failures()
         self._isolation.forget()
         self.plans.withhold(self._isolation.withheld)
-        self._is_search_futile, self._trusts_backend = False, True
+        self._trusts_backend = True
         self._degraded = ""
         self._damages = 0
 
     def set_node(self, node: NodeView, addresses: frozenset[Address]) -> None:
-        for observer in self._observers:
-            observer.node_changed(node)
+        self._observers.node_changed(node)
         if self.plans.set_node(node, addresses):
             self.request()
 
@@ -105,16 +111,17 @@ class FamilySync:
         self._damages += 1
         self._is_damaged = True
         self.pacing.request_repair()
-        for observer in self._observers:
-            observer.damage_found(self.family)
+        self._observers.damage_found(self.family)
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time, not before *now*, at which `turn` has work without a further request."""
         if self._isolation.trial:
             return now
-        times = [self.pacing.next_wakeup(now), self.plans.next_time, self._isolation.retry_at]
-        if self.plans.waiting and not self._failures:
-            times.append(self._giants_rest_until)
+        times = [self.pacing.next_wakeup(now), self.plans.next_time]
+        if not self._failures:
+            times.append(self._isolation.retry_at)
+            if self.plans.waiting:
+                times.append(self._giants_rest_until)
         return min((max(now, at) for at in times if at is not None), default=None)
 
     def turn(self) -> None:
@@ -126,19 +133,18 @@ class FamilySync:
         if self.plans.set_time(now):
             self.request()
         scope = self.pacing.due(now)
-        self._isolation.retry(now)
-        if self._isolation.trial:
-            scope = Scope.RESYNC if scope is Scope.RESYNC or not self._trusts_backend else Scope.CHANGED
-        elif self._isolation.trial is not None and scope is not None:
-            scope = Scope.RESYNC
+        if not self._failures:
+            self._isolation.retry(now)
+        if self._isolation.trial or (self._isolation.trial is not None and scope is not None):
+            must_resync = scope is Scope.RESYNC or self._isolation.must_resync or not self._trusts_backend
+            scope = Scope.RESYNC if must_resync else Scope.CHANGED
         self._is_for_giant = False
         if scope is None:
             if not self.plans.waiting or self._failures or now < self._giants_rest_until:
                 return
             scope, self._is_for_giant = Scope.CHANGED, True
         started, self._cpu_before = self._clock(), self._cpu()
-        for observer in self._observers:
-            observer.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
+        self._observers.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
         for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(self._is_for_giant)):
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
         self._withhold(now)
@@ -149,15 +155,13 @@ class FamilySync:
                 extra={"fields": {
                     "service": str(service), "limit": self.plans.limit(service), "slices_not_used": slices}})
         self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
-        is_told = self._isolation.unserved.keys() <= self.plans.unserved.keys()
+        is_told = self._isolation.unserved.keys() | self.plans.unplanned.keys() <= self.plans.unserved.keys()
         if scope is Scope.CHANGED and is_told and not self.plans.differs and not self._degraded:
             self._succeeded(started, scope, None)
             return
         if udp_frontends := self.plans.pending_udp_frontends():
-            for observer in self._observers:
-                observer.plans_changed(self.family, udp_frontends)
-        for observer in self._observers:
-            observer.sync_planned(self.plans)
+            self._observers.plans_changed(self.family, udp_frontends)
+        self._observers.sync_planned(self.plans)
         try:
             report = self.instance.sync(self.plans.update(scope))
         except Unsupported:
@@ -177,10 +181,9 @@ class FamilySync:
 
     def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
         ended = self._clock()
-        self._failures = 0
-        self._is_search_futile = False
+        self._end_failures()
         self._trusts_backend = self._trusts_backend or scope is Scope.RESYNC
-        self._isolation.succeeded(ended)
+        self._isolation.succeeded(ended, wrote=report is not None and report.operations > 0)
         steps = []
         is_first, rules_were_missing = not self.is_synced, False
         if scope is Scope.RESYNC:
@@ -190,11 +193,11 @@ class FamilySync:
             problem = self._log_unserved(self.plans.unserved)
         else:
             self._log_sync(scope, report, ended - started)
-            unserved = {**report.unserved, **self._isolation.unserved}
+            unserved = {**report.unserved, **self._isolation.unserved, **self.plans.unplanned}
             problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded)))
             self._degraded = report.degraded
             steps = self.plans.acknowledge(unserved)
-            self.is_synced = True
+            self.is_synced = self.is_synced or self._isolation.trial is None
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
@@ -204,23 +207,25 @@ class FamilySync:
             trigger_times=trigger_times, named=self._objects.take_named(), problem=problem, is_first=is_first,
             rules_were_missing=rules_were_missing,
         )
-        for observer in self._observers:
-            observer.sync_succeeded(synced)
+        self._observers.sync_succeeded(synced)
 
     def _failed(self, started: float, scope: Scope, error: Exception) -> None:
         """Keep everything for the retry."""
         ended = self._clock()
         expected, told = isinstance(error, SyncFailed), isinstance(error, (SyncFailed, PluginFailed))
         self._trusts_backend = self._trusts_backend and expected and not isinstance(error, TrustLost)
-        was_searching = self._isolation.trial is not None
-        if self._isolation.failed(one_line(error), ended):
-            self._tell_failure(SyncFailure(
+        trial = self._isolation.trial
+        if self._isolation.failed(_reason(error), ended):
+            self._observers.sync_failed(SyncFailure(
                 family=self.family, scope=scope, seconds=ended - started, error=error))
             if self._isolation.trial is None:  # The next sync succeeds, and says what was left out.
                 self.pacing.request(ended, Scope.CHANGED if self._trusts_backend else Scope.RESYNC)
             return
-        self._is_search_futile = self._is_search_futile or was_searching
         self._failures += 1
+        if trial is not None and trial:
+            self._suspect_all_at = 2 * self._failures
+        elif trial is not None:
+            self._suspect_at = self._failures + 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
         self.pacing.ran(started, ended, scope, False, cost=self._cost())
         if scope is Scope.CHANGED:
@@ -229,7 +234,8 @@ class FamilySync:
             elif self._failures == _ESCALATE_AFTER:
                 self.pacing.request(started, Scope.RESYNC)
         self._suspect(error, ended)
-        self._tell_failure(SyncFailure(family=self.family, scope=scope, seconds=ended - started, error=error))
+        self._observers.sync_failed(SyncFailure(
+            family=self.family, scope=scope, seconds=ended - started, error=error))
         log.error(
             "sync failed",
             extra={"fields": {
@@ -242,36 +248,40 @@ class FamilySync:
     def _suspect(self, error: Exception, now: float) -> None:
         """Leave out the service ports because of which the backend fails, or begin to search for them.
 
-        Before the first success, the kernel may have rules of an earlier process, which a sync without some
-        service ports deletes. Only an error in the backend, which repeats itself, is worth that.
+        A search among all deletes the rules of those that wait for their trial: those that an earlier process
+        has written, or that the last success has. So it waits for an error that repeats itself, or for one in
+        the backend. A search that finds no cause is made again when more syncs have failed.
         """
+        isolation, plans = self._isolation, self.plans
         named = error.service_ports if isinstance(error, SyncFailed) else frozenset()
-        if named & self.plans.plans.keys() - self._isolation.left_out.keys():
-            self._isolation.leave_out(named, one_line(error), now)
+        if known := (named & (plans.plans.keys() | plans.differing)) - isolation.left_out.keys():
+            isolation.leave_out(known, _reason(error), now)
             self.pacing.request(now)
             return
-        if self._failures < _ESCALATE_AFTER or self._is_search_futile:
+        if _is_of_machine(error):
             return
-        differing = self.plans.differing - self._isolation.withheld
-        if self.is_synced and differing:
-            self._isolation.search(differing, now, first_without=True)
-        elif isinstance(error, PluginFailed):
-            suspects = [key for key in self.plans.plans if key not in self._isolation.withheld]
-            self._isolation.search(suspects, now, first_without=False)
+        differing = plans.differing - isolation.withheld
+        first = 0 if isinstance(error, PluginFailed) else _SUSPECT_ALL_AFTER
+        if self.is_synced and differing and self._failures >= self._suspect_at:
+            isolation.search(differing, now, first_without=True)
+        elif self._failures >= max(first, self._suspect_all_at):
+            suspects = [key for key in plans.plans if key not in isolation.withheld]
+            isolation.search(suspects, now, first_without=False)
         else:
             return
         log.warning("looking for the service ports that cannot be programmed", extra={"fields": {
-            "ip_family": self.family.label, "error": one_line(error)}})
+            "ip_family": self.family.label, "error": _reason(error)}})
 
-    def _tell_failure(self, failure: SyncFailure) -> None:
-        for observer in self._observers:
-            observer.sync_failed(failure)
+    def _end_failures(self) -> None:
+        self._failures = 0
+        self._suspect_at = self._suspect_all_at = _ESCALATE_AFTER
 
     @property
     def _is_incomplete(self) -> bool:
         """The last sync succeeded but must be repeated."""
-        left_out = self._isolation.withheld
-        return bool(self._degraded) or any(key not in left_out for key in self.plans.unserved)
+        left_out, unplanned = self._isolation.withheld, self.plans.unplanned
+        return bool(self._degraded) or any(
+            key not in left_out and key not in unplanned for key in self.plans.unserved)
 
     def _cost(self) -> float:
         """Return the CPU seconds of the sync so far that later syncs wait for.
@@ -320,3 +330,16 @@ class FamilySync:
                 "service_ports": len(self.plans.plans), "seconds": round(seconds, 6), **report.detail,
             }
             log.log(level, message, extra={"fields": fields})
+
+
+def _is_of_machine(error: BaseException | None) -> bool:
+    """Return whether *error* follows from one that no service port causes."""
+    while error is not None:
+        if isinstance(error, (OSError, HostError)) and error.errno in _OF_MACHINE:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _reason(error: Exception) -> str:
+    return one_line(error) or type(error).__name__

@@ -16,8 +16,12 @@ from kproxy_core.sync.observer import Synced, SyncObserver
 
 MOST_FAILURES = 128
 """Limit of the failed syncs of one search. Service ports that it has not found to work are left out then."""
+_MOST_WITHOUT_SUCCESS = 8
+"""Limit of the failed syncs of a search among all, beyond one for each halving, until one succeeds."""
 _FIRST_RETRY = 1.0
 """Seconds until what was left out is tried again for the first time."""
+_LONGEST_UNPROVEN = 30.0
+"""Upper bound in seconds of the delay while the machine may be the cause: nothing was written since."""
 _MOST_REPORTED = 100
 """Limit for the Services that are reported after one sync."""
 _NOT_TRIED = "not tried again yet, because many service ports fail"
@@ -46,6 +50,13 @@ class Isolation:
         self._reasons: dict[ServicePortKey, str] = {}
         """Why suspects were left out before this search."""
         self._failures = 0
+        """Of this search."""
+        self._most_futile: int | None = None
+        """Failures after which a search without success ends; None: the kernel accepts the other plans."""
+        self._accused: set[ServicePortKey] = set()
+        """Those left out in this search that were not before."""
+        self._is_proven = True
+        """Something was written since a service port was left out: the machine is not the cause."""
         self._backoff = Backoff(first=_FIRST_RETRY, longest=longest)
 
     @property
@@ -60,14 +71,24 @@ class Isolation:
             return dict(self.left_out)
         return {key: reason for key, reason in self._reasons.items() if key in self._waiting} | self.left_out
 
+    @property
+    def must_resync(self) -> bool:
+        """The trial is to show that the kernel accepts a full sync."""
+        return self.trial is not None and (not self.trial or self._most_futile is not None)
+
     def leave_out(self, named: Iterable[ServicePortKey], reason: str, now: float) -> None:
         """Leave out the service ports that the backend has named."""
         self.left_out |= dict.fromkeys(named, reason)
+        self._backoff.reset()
         self._retry_later(now)
 
     def search(self, suspects: Collection[ServicePortKey], now: float, *, first_without: bool) -> None:
-        """Begin to search among *suspects*. *first_without*: the first sync is made without all of them."""
-        self._failures = 0
+        """Begin to search among *suspects*. *first_without*: the first sync is made without all of them.
+
+        Otherwise they are all that exist, and the search ends if it looks as if none is the cause.
+        """
+        most = None if first_without else len(suspects).bit_length() + _MOST_WITHOUT_SUCCESS
+        self._begin(most)
         self._split(tuple(suspects))
         if first_without:
             self.trial = ()
@@ -83,12 +104,13 @@ class Isolation:
         if not group:
             return
         for key in group:
-            if (reason := self.left_out.pop(key, "")):
-                self._reasons[key] = reason
+            if key in self.left_out:
+                self._reasons[key] = self.left_out.pop(key)
+                self._accused.discard(key)
         self._groups.appendleft(group)
         self._waiting.update(group)
         if self.trial is None:
-            self._failures = 0
+            self._begin(None)
             self._next(now)
 
     def retry(self, now: float) -> None:
@@ -96,7 +118,7 @@ class Isolation:
         if self.trial is None and self.retry_at is not None and now >= self.retry_at:
             suspects, self.left_out = self.left_out, {}
             self._reasons = suspects
-            self._failures = 0
+            self._begin(None)
             self._groups.append(tuple(suspects))
             self._waiting.update(suspects)
             self._next(now)
@@ -106,12 +128,18 @@ class Isolation:
         self.left_out, self._reasons, self.trial, self.retry_at = {}, {}, None, None
         self._groups.clear()
         self._waiting.clear()
+        self._begin(None)
         self._backoff.reset()
+        self._is_proven = True
 
-    def succeeded(self, now: float) -> None:
-        """Take the success of a sync with `trial`."""
+    def succeeded(self, now: float, *, wrote: bool) -> None:
+        """Take the success of a sync, with `trial` if there is one. *wrote*: something, to the kernel."""
+        self._is_proven = self._is_proven or wrote
         if self.trial is None:
             return
+        if self._most_futile is not None:
+            self._most_futile = None
+            self._pardon()
         for key in self.trial:
             self._reasons.pop(key, None)
         self._next(now)
@@ -120,14 +148,18 @@ class Isolation:
         """Take the failure of a sync with `trial`. Return False if no service port is its cause."""
         if self.trial is None:
             return False
-        if not self.trial:
+        self._failures += 1
+        if not self.trial or (self._most_futile is not None and self._failures > self._most_futile):
             self.trial = None
+            self._pardon()
             self._groups.clear()
             self._waiting.clear()
+            self.left_out |= self._reasons
+            self._reasons = {}
+            self._retry_later(now)
             return False
-        self._failures += 1
         if len(self.trial) == 1:
-            self.left_out[self.trial[0]] = reason
+            self._accuse(self.trial[0], reason)
         else:
             self._split(self.trial)
         if self._failures >= MOST_FAILURES:
@@ -136,6 +168,25 @@ class Isolation:
             self._waiting.clear()
         self._next(now)
         return True
+
+    def _accuse(self, key: ServicePortKey, reason: str) -> None:
+        if key not in self._reasons:
+            self._accused.add(key)
+            self._backoff.reset()
+            self._is_proven = False
+        self.left_out[key] = reason
+
+    def _begin(self, most_futile: int | None) -> None:
+        self._failures, self._most_futile, self._accused = 0, most_futile, set()
+
+    def _pardon(self) -> None:
+        """Suspect again those that this search has found: perhaps nothing could be written then."""
+        if group := tuple(self._accused):
+            self._accused = set()
+            for key in group:
+                del self.left_out[key]
+            self._groups.append(group)
+            self._waiting.update(group)
 
     def _split(self, group: tuple[ServicePortKey, ...]) -> None:
         half = (len(group) + 1) // 2
@@ -153,7 +204,8 @@ class Isolation:
 
     def _retry_later(self, now: float) -> None:
         if self.left_out:
-            self.retry_at = now + self._backoff.delay()
+            delay = self._backoff.delay()
+            self.retry_at = now + (delay if self._is_proven else min(delay, _LONGEST_UNPROVEN))
         else:
             self.retry_at = None
             self._backoff.reset()

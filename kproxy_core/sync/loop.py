@@ -15,11 +15,12 @@ from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.events import BadObject, Event
-from kproxy_core.model.service import ServiceName
+from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.quarantine import Quarantined
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.family import FamilySync
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.sync.observer import Folded, SyncObserver
+from kproxy_core.sync.observer import Folded, Observers, SyncObserver
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
 
@@ -83,10 +84,10 @@ class Loop:
         self._store = store
         self._facts = facts
         self._instance = instance
-        self._observers = observers
+        self._observers = Observers(observers)
         self._clock = clock
         self._syncs = {
-            family: FamilySync(family, store, instance, pacing(), observers, clock, cpu)
+            family: FamilySync(family, store, instance, pacing(), self._observers, clock, cpu)
             for family in families
         }
         self._all_synced = all_synced
@@ -158,7 +159,10 @@ class Loop:
         Waits up to *patience* seconds for a call; None: without limit.
         """
         for call in self._inbox.take(patience):
-            call()
+            try:
+                call()
+            except Exception:  # the other calls must not wait for it
+                log.exception("bug: a call of the sync loop failed")
         if self._stopped or self._held or not (self._started or self._start()):
             return
         if self._node_differs:
@@ -204,9 +208,18 @@ class Loop:
 
     def updates(self, settings: NodeSettings) -> list[Update]:
         """Return full updates with the plans of the last turn, for a node with *settings*."""
+        return self._updates(settings, lambda plans: plans.plans)
+
+    def programmed(self, settings: NodeSettings) -> list[Update]:
+        """Return full updates as `updates`, but without changes that the serving backend fails to program."""
+        return self._updates(settings, lambda plans: plans.programmed)
+
+    def _updates(
+        self, settings: NodeSettings, plans_of: Callable[[FamilyPlans], Mapping[ServicePortKey, ServicePlan]]
+    ) -> list[Update]:
         facts = self._facts.with_settings(settings)
         return [
-            Update(family, Scope.RESYNC, facts.look(family)[0], {}, sync.plans.plans, node_changed=True)
+            Update(family, Scope.RESYNC, facts.look(family)[0], {}, plans_of(sync.plans), node_changed=True)
             for family, sync in self._syncs.items()
         ]
 
@@ -266,7 +279,11 @@ class Loop:
         bad = []
         now = self._clock()
         for event in events:
-            store.fold(event, now)
+            try:
+                store.fold(event, now)
+            except Exception:  # the other objects must not wait for it
+                log.exception("bug: an event was not taken in", extra={
+                    "fields": {"event": f"{event!r:.200}"}})
             if isinstance(event, BadObject):
                 log.warning("not used: %s", event)
                 bad.append(event)
@@ -277,14 +294,12 @@ class Loop:
             endpoints_pending=sum(of_family.pending_slices for of_family in store.families.values()),
             bad_objects=bad,
         )
-        for observer in self._observers:
-            observer.events_folded(folded)
+        self._observers.events_folded(folded)
         if store.node is not self._facts.node or store.service_cidrs != self._facts.service_cidrs:
             self._facts.node, self._facts.service_cidrs = store.node, store.service_cidrs
             self._node_differs = True
             if store.node is not None:
-                for observer in self._observers:
-                    observer.node_seen(store.node)
+                self._observers.node_seen(store.node)
         if self._started:
             for family, sync in self._syncs.items():
                 if store.families[family].changed:

@@ -1,10 +1,12 @@
 """Events of the sync loop, and the interface of its observers."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
 from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.errors import one_line
 from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import BadObject
@@ -13,6 +15,8 @@ from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.last_resort import LastResortStep
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.plans import FamilyPlans, HealthCheck, Step
+
+log = logging.getLogger("kproxy.run")
 
 
 class Folded(Struct, frozen=True, kw_only=True):
@@ -110,3 +114,56 @@ class SyncObserver:
 
     def sync_failed(self, failure: SyncFailure) -> None:
         """A sync failed."""
+
+
+class Observers(SyncObserver):
+    """Tells several observers. One that raises an exception, which only a bug explains, stops no other."""
+
+    def __init__(self, observers: Sequence[SyncObserver]) -> None:
+        self._observers = observers
+        self._failing: dict[tuple[SyncObserver, str], str] = {}
+        """Problems that were logged, until the observer works again."""
+
+    def events_folded(self, folded: Folded) -> None:
+        self._tell("events_folded", lambda each: each.events_folded(folded))
+
+    def node_seen(self, node: NodeObject) -> None:
+        self._tell("node_seen", lambda each: each.node_seen(node))
+
+    def node_changed(self, node: NodeView) -> None:
+        self._tell("node_changed", lambda each: each.node_changed(node))
+
+    def sync_requested(self, family: Family) -> None:
+        self._tell("sync_requested", lambda each: each.sync_requested(family))
+
+    def damage_found(self, family: Family) -> None:
+        self._tell("damage_found", lambda each: each.damage_found(family))
+
+    def sync_started(self, family: Family, *, retry: bool) -> None:
+        self._tell("sync_started", lambda each: each.sync_started(family, retry=retry))
+
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend] | None) -> None:
+        self._tell("plans_changed", lambda each: each.plans_changed(family, udp_frontends))
+
+    def sync_planned(self, plans: FamilyPlans) -> None:
+        self._tell("sync_planned", lambda each: each.sync_planned(plans))
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        self._tell("sync_succeeded", lambda each: each.sync_succeeded(synced))
+
+    def sync_failed(self, failure: SyncFailure) -> None:
+        self._tell("sync_failed", lambda each: each.sync_failed(failure))
+
+    def _tell(self, event: str, tell: Callable[[SyncObserver], None]) -> None:
+        for observer in self._observers:
+            try:
+                tell(observer)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {one_line(error)}"
+                if self._failing.get((observer, event)) != problem:
+                    self._failing[observer, event] = problem
+                    log.error("bug: an observer failed", exc_info=error, extra={"fields": {
+                        "observer": type(observer).__name__, "event": event, "problem": problem}})
+            else:
+                if self._failing:
+                    self._failing.pop((observer, event), None)

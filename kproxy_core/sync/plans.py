@@ -1,9 +1,11 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
+from kproxy_core.contract.errors import one_line
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family, Protocol
@@ -24,7 +26,12 @@ from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.plan.removed_endpoints import kept_destinations
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 
+log = logging.getLogger("kproxy.run")
+
 _TCP, _UDP = Protocol.TCP, Protocol.UDP
+
+_UNPLANNED_AGAIN = 60.0
+"""Seconds after which a Service that could not be planned is planned again."""
 
 
 class Step(NamedTuple):
@@ -94,7 +101,11 @@ class FamilyPlans:
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
-        self._withheld: Set[ServicePortKey] = frozenset()
+        self.unplanned: dict[ServicePortKey, str] = {}
+        """Service ports that a bug keeps from being planned, with the reason. Their last plans are kept."""
+        self._unplanned_services: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
+        self._withheld: dict[ServicePortKey, ServicePlan | None] = {}
+        """Service ports whose changes are left out of updates, with the plans that they keep instead."""
         self._reconsidered: set[ServicePortKey] = set()
         self._dirty: set[ServiceName] = set()
         self._again: Agenda[ServiceName] = Agenda()
@@ -173,18 +184,13 @@ class FamilyPlans:
         touched: set[ServiceName] = set()
         for name in names:
             self._again.discard(name)
-            service = self._store.services.get(name)
-            self._note_last_resort(name, service)
-            wanted: tuple[ServicePlan, ...] = ()
-            if service is not None:
-                quarantined = self._quarantined if self._store.avoids_silent(service) else None
-                slices = self._as_planned(name, self._usable_slices(name))
-                wanted = self._within_budget(name, partial(
-                    plan_service, service, slices, self.node, quarantined))
-            else:
-                self._without_slots.discard(name)
-                self._take_slots(name, 0)
-            self._note_size(name)
+            try:
+                wanted = self._plans_of(name)
+            except Exception as error:  # noqa: BLE001 - the other Services must not wait for it
+                self._note_unplanned(name, error)
+                continue
+            for key in self._unplanned_services.pop(name, ()):
+                del self.unplanned[key]
             before = self._claims.wanted(name)
             if before:
                 keys = {plan.key for plan in wanted}
@@ -197,6 +203,38 @@ class FamilyPlans:
         for name in touched:
             self._put_granted(name)
         return self._claims.take_conflicts()
+
+    def _plans_of(self, name: ServiceName) -> tuple[ServicePlan, ...]:
+        """Plan a Service; () if it does not exist."""
+        service = self._store.services.get(name)
+        self._note_last_resort(name, service)
+        wanted: tuple[ServicePlan, ...] = ()
+        if service is not None:
+            quarantined = self._quarantined if self._store.avoids_silent(service) else None
+            slices = self._as_planned(name, self._usable_slices(name))
+            wanted = self._within_budget(name, partial(plan_service, service, slices, self.node, quarantined))
+        else:
+            self._without_slots.discard(name)
+            self._take_slots(name, 0)
+        self._note_size(name)
+        return wanted
+
+    def _note_unplanned(self, name: ServiceName, error: Exception) -> None:
+        """Note that planning a Service has failed. It is planned again when it changes, and later."""
+        problem = f"it cannot be planned: {type(error).__name__}: {one_line(error)}"
+        service = self._store.services.get(name)
+        planned = [plan.key for plan in self._claims.wanted(name)]
+        ports = service.ports if service is not None else ()
+        wanted = [ServicePortKey(*name, port.name, port.protocol) for port in ports]
+        keys = tuple(dict.fromkeys(planned + wanted))
+        if any(self.unplanned.get(key) != problem for key in keys):
+            log.error("bug: a Service cannot be planned", exc_info=error, extra={
+                "fields": {"service": str(name), "ip_family": self.family.label}})
+        for key in self._unplanned_services.pop(name, ()):
+            del self.unplanned[key]
+        self._unplanned_services[name] = keys
+        self.unplanned |= dict.fromkeys(keys, problem)
+        self.plan_again(name, self.now + _UNPLANNED_AGAIN)
 
     def _within_budget(
         self, name: ServiceName, plan: Callable[..., tuple[ServicePlan, ...]]
@@ -263,7 +301,7 @@ class FamilyPlans:
     def differs(self) -> bool:
         """A plan is not acknowledged, or could not be served."""
         return self.node_changed or not all(
-            key in self._withheld for keys in (self._before, self.unserved) for key in keys)
+            key in self._withheld for keys in (self._before, self._retried) for key in keys)
 
     @property
     def differing(self) -> Set[ServicePortKey]:
@@ -271,13 +309,11 @@ class FamilyPlans:
         return self._before.keys()
 
     def withhold(self, keys: Set[ServicePortKey]) -> None:
-        """Leave the changes of *keys* out of updates from now on: the backend has their acknowledged plans.
+        """Leave the changes of *keys* out of updates from now on: the backend keeps their acknowledged plans.
 
-        What is acknowledged of those that do not differ counts as lost.
+        Those that do not differ are left out altogether: the acknowledged plan is the one that fails.
         """
-        self._withheld = keys
-        for key in keys - self._before.keys():
-            self._before[key] = None
+        self._withheld = {key: self._plan_to_keep(key) for key in keys}
 
     def take_reconsidered(self) -> Set[ServicePortKey]:
         """Return the withheld service ports whose plans have changed since the last call."""
@@ -285,17 +321,39 @@ class FamilyPlans:
         return taken
 
     def update(self, scope: Scope) -> Update:
-        withheld, plans = self._withheld, self.plans
-        changed = {key: plans.get(key) for key in (*self._before, *self.unserved) if key not in withheld}
-        programmed = Programmed(plans, {key: self._held(key) for key in withheld}) if withheld else plans
-        return Update(self.family, scope, self.node, changed, programmed, self.node_changed)
+        changed = {key: self.plans.get(key) for key in (*self._before, *self._retried)
+                   if key not in self._withheld}
+        changed |= dict.fromkeys(self._lost)
+        return Update(self.family, scope, self.node, changed, self.programmed, self.node_changed)
 
-    def _held(self, key: ServicePortKey) -> ServicePlan | None:
-        """Return the acknowledged plan of a withheld service port, unless another has its frontends now."""
+    @property
+    def programmed(self) -> Mapping[ServicePortKey, ServicePlan]:
+        """All plans, but those of withheld service ports as they were."""
+        return Programmed(self.plans, self._withheld) if self._withheld else self.plans
+
+    @property
+    def _lost(self) -> dict[ServicePortKey, ServicePlan]:
+        """The acknowledged plans of withheld service ports that do not keep them."""
+        return {key: before for key, kept in self._withheld.items()
+                if kept is None and (before := self._acknowledged(key)) is not None}
+
+    @property
+    def _retried(self) -> list[ServicePortKey]:
+        """The service ports that the backend could not serve."""
+        return [key for key in self.unserved if key not in self.unplanned]
+
+    def _plan_to_keep(self, key: ServicePortKey) -> ServicePlan | None:
+        """Return the acknowledged plan of a withheld service port that differs.
+
+        None, too, if another service port has its frontends now.
+        """
         plan = self._before.get(key)
         if plan is None or any(self._claims.holder(each) not in (None, key) for each in plan.frontends()):
             return None
         return plan
+
+    def _acknowledged(self, key: ServicePortKey) -> ServicePlan | None:
+        return self._before[key] if key in self._before else self.plans.get(key)
 
     def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
         """Record that the last update is done, except for *unserved*, which is part of the next one.
@@ -305,8 +363,9 @@ class FamilyPlans:
         self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()
                  if key not in self._withheld]
+        steps += [Step(key, before, None) for key, before in self._lost.items()]
         self._health_checked.update(key.service for key in self.unserved.keys() | unserved.keys())
-        self._before = {key: self._before[key] for key in self._withheld if key in self._before}
+        self._before = dict(self._withheld)
         self.unserved = dict(unserved)
         self.node_changed = False
         return steps
@@ -472,5 +531,5 @@ class FamilyPlans:
             del self.plans[key]
         else:
             self.plans[key] = plan
-        if self._before.setdefault(key, known) == plan:
+        if self._before.setdefault(key, known) == plan and key not in self._withheld:
             del self._before[key]

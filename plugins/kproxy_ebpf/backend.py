@@ -106,9 +106,12 @@ class EbpfBackend(LayeredBackend):
         except SyncFailed:
             state.restore(difference)
             raise
+        except Exception:
+            state.distrust()
+            raise
         try:
             operations = state.write(update, difference)
-        except SyncFailed:
+        except Exception:
             state.distrust()
             raise
         if update.scope is Scope.RESYNC and kernel.problem():

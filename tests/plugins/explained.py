@@ -60,6 +60,7 @@ class KnownPlans:
         self._update = update
         self.node: NodeView = update.node
         self.plans = update.plans
+        self.unserved: Mapping[ServicePortKey, str] = {}
         self.now = 0.0
         self.addresses = frozenset(update.node.node_port_addresses)
         self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}

@@ -33,15 +33,17 @@ class Node:
         self._manifests = directory / "manifests"
         self._manifests.mkdir()
         self._config = directory / "config.conf"
-        self._configuration = {
+        self._configuration: Json = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
         }  # fmt: skip
         self._own_section = {"stateDirectory": str(directory / "state"), "backendOptions": backend_options}
         self.configure(own_tables)
 
-    def configure(self, own_tables: str) -> None:
-        """Write the configuration of the next process."""
+    def configure(self, own_tables: str = "auto", mode: str = "") -> None:
+        """Write the configuration of the next process. *mode* "": that of the last one."""
+        if mode:
+            self._configuration["mode"] = mode
         section = self._own_section | {"ownTables": own_tables}
         self._config.write_text(json.dumps(self._configuration | {"kproxy": section}))
 
@@ -49,6 +51,10 @@ class Node:
         """Write a Service, which `vip` names, and its endpoint."""
         items = _objects(number, node_port)
         write(self._manifests / f"web-{number}.json", {"kind": "List", "apiVersion": "v1", "items": items})
+
+    def delete(self, number: int) -> None:
+        """Delete a Service that `serve` wrote."""
+        (self._manifests / f"web-{number}.json").unlink()
 
     def serve_many(self, first: int, count: int) -> None:
         """Write *count* Services as one file."""

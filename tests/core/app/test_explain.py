@@ -1,7 +1,7 @@
 """Questions about packets: the decision, the endpoints left out, near names, and the verdict."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -59,6 +59,7 @@ class Known:
     resort: LastResort | None = None
     problem: str = ""
     """Of relays."""
+    unserved: Mapping[ServicePortKey, str] = field(default_factory=dict)
     loopback: Address | None = None
     """The address of loopback where the mode serves node ports."""
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kproxy_core.kube import decode, wire
 from kproxy_core.kube.decode import (
@@ -20,7 +21,8 @@ from kproxy_core.kube.decode import (
     Resource,
     Status,
 )
-from kproxy_core.model.events import ServiceSet, SliceSet
+from kproxy_core.kube.reading import Reading, read_service
+from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 
 Json = dict[str, Any]
 RESOURCES: list[Resource[Any, Any]] = [SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS]
@@ -43,6 +45,22 @@ def test_a_page_of_a_list() -> None:
     assert (page.resource_version, page.next_page) == ("42", "abc")
     assert [reading.name for reading in page.readings] == [("default", "a"), ("default", "b")]
     assert all(isinstance(reading.value, ServiceSet) for reading in page.readings)
+
+
+def test_an_object_that_a_bug_keeps_from_being_read_does_not_affect_its_page(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
+        assert obj.metadata is not None
+        if obj.metadata.name == "b":
+            raise KeyError("a bug")
+        return read_service(obj)
+
+    page = structs.replace(SERVICES, reader=read).page(encoded({"items": [web("a"), web("b"), web("c")]}))
+    assert [(reading.name, reading.value is not None) for reading in page.readings] == [
+        (("default", "a"), True), (("default", "b"), False), (("default", "c"), True)]
+    assert str(page.readings[1].bad[0]) == "Service default/b: cannot be read: KeyError('a bug')"
+    caplog.clear()
 
 
 @pytest.mark.parametrize("page", [{}, {"metadata": None, "items": None}, {"metadata": {}, "items": []}])

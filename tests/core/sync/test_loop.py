@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -33,9 +33,11 @@ from kproxy_core.model.events import (
     SliceSet,
 )
 from kproxy_core.model.node import NodeObject
-from kproxy_core.model.service import ServicePortKey, SliceName
+from kproxy_core.model.service import Service, ServicePortKey, SliceName
 from kproxy_core.plan.quarantine import Sentence
+from kproxy_core.plan.service_plan import ServicePlan, plan_service
 from kproxy_core.sync.node_facts import NodeSettings
+from kproxy_core.sync.observer import Folded, Synced, SyncObserver
 from kproxy_core.sync.plans import HealthCheck
 from tests.core.loop_rig import V4, WALL, Clock, RecordingBackend, Rig
 
@@ -790,3 +792,102 @@ def test_events_and_stop_wake_a_sleeping_loop() -> None:
     thread.join(120)
     assert not thread.is_alive()
     assert [len(update.plans) for update in rig.backend.take()] == [1]
+
+
+# Bugs: what one Service, event or observer causes stops no other
+
+
+def test_a_service_that_cannot_be_planned_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = plan_service
+    bad = "bad"
+
+    def plan(service: Service, *rest: Any, **named: Any) -> tuple[ServicePlan, ...]:
+        if service.name.name == bad:
+            raise KeyError("a bug")
+        return planned(service, *rest, **named)
+
+    monkeypatch.setattr("kproxy_core.sync.plans.plan_service", plan)
+    rig = Rig(families=[V4])
+    rig.start(WEB, WEB_SLICE, ServiceSet(service("bad", ip="10.96.0.2")))
+    assert {key.name for key in rig.backend.held[V4]} == {"web"}
+    assert "not served: default/bad: it cannot be planned: KeyError: 'a bug'" in body(rig)
+    bad = "web"
+    rig.say(ServiceSet(service("bad", ip="10.96.0.3")), SliceSet(endpoint_slice("web", "10.0.0.2")))
+    assert {key.name for key in rig.backend.held[V4]} == {"web", "bad"}
+    (held,) = [plan for key, plan in rig.backend.held[V4].items() if key.name == "web"]
+    assert held.cluster == destinations("10.0.0.1:8080"), "its last plan is kept"
+    assert "not served: default/web" in body(rig)
+    rig.backend.take()
+    rig.say(ServiceSet(service("other", ip="10.96.0.4")))
+    assert "not served: default/web" in body(rig)
+    bad = ""
+    rig.clock.now += 60
+    rig.turn()
+    assert rig.backend.held[V4] == dict(rig.loop.plans[V4].plans)
+    assert "not served" not in body(rig)
+    assert [r.getMessage() for r in caplog.records].count("bug: a Service cannot be planned") == 2
+    caplog.clear()
+
+
+def test_a_service_that_cannot_be_planned_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB, WEB_SLICE)
+
+    def plan(*_: Any, **__: Any) -> tuple[ServicePlan, ...]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("kproxy_core.sync.plans.plan_service", plan)
+    rig.say(SliceSet(endpoint_slice("web", "10.0.0.2")))
+    rig.say(ServiceGone(service_name("web")))
+    assert rig.backend.held[V4] == {}
+    assert "not served" not in body(rig)
+    caplog.clear()
+
+
+def test_an_observer_with_a_bug_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(SyncObserver):
+        def sync_succeeded(self, synced: Synced) -> None:
+            raise KeyError("a bug")
+
+        def events_folded(self, folded: Folded) -> None:
+            raise KeyError("a bug")
+
+    rig = Rig(families=[V4], observers=lambda _: [Buggy()])
+    rig.start(WEB, WEB_SLICE)
+    rig.say(SliceSet(endpoint_slice("web", "10.0.0.2")))
+    assert rig.recorder.successes
+    assert rig.health.healthy()
+    assert [r.getMessage() for r in caplog.records].count("bug: an observer failed") == 2
+    caplog.clear()
+
+
+def test_an_event_with_a_bug_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fold = Store.fold
+
+    def buggy(store: Store, event: Event, now: float) -> None:
+        if isinstance(event, ServiceGone):
+            raise KeyError("a bug")
+        fold(store, event, now)
+
+    monkeypatch.setattr(Store, "fold", buggy)
+    rig = Rig(families=[V4])
+    rig.start(WEB, ServiceGone(service_name("web")), ServiceSet(service("other", ip="10.96.0.2")))
+    assert {key.name for key in rig.backend.held[V4]} == {"web", "other"}
+
+    def call() -> None:
+        raise KeyError("a bug")
+
+    rig.loop.post(call)
+    rig.say(ServiceSet(service("third", ip="10.96.0.3")))
+    assert {key.name for key in rig.backend.held[V4]} == {"web", "other", "third"}
+    caplog.clear()
+
+
+def body(rig: Rig) -> str:
+    return rig.health.healthz().body.decode()

@@ -38,7 +38,7 @@ def with_another_layout(compiled: Compiled) -> Compiled:
 class Rules(Backend):
     """A base that programs nothing, and fails once if told to."""
 
-    problem: SyncFailed | None = None
+    problem: Exception | None = None
 
     def begin(self) -> bool:
         return True
@@ -68,7 +68,7 @@ def backend(settings: Settings) -> Iterator[EbpfBackend]:
 
 
 def sync_with_failing_base(
-    backend: EbpfBackend, update: Update, error: type[SyncFailed] = SyncFailed
+    backend: EbpfBackend, update: Update, error: type[Exception] = SyncFailed
 ) -> None:
     assert isinstance(backend.base, Rules)
     backend.base.problem = error("no")
@@ -102,12 +102,15 @@ def test_a_change_that_the_rules_refuse_leaves_the_maps_as_they_were(backend: Eb
     assert backend.sync(REMOVAL) == SyncReport(0)
 
 
-def test_when_the_rules_are_unknown_the_maps_are_read_again(backend: EbpfBackend) -> None:
+@pytest.mark.parametrize("error", [TrustLost, KeyError])
+def test_when_the_rules_are_unknown_the_maps_are_read_again(
+    backend: EbpfBackend, error: type[Exception]
+) -> None:
     backend.sync(V4)
-    sync_with_failing_base(backend, REMOVAL, TrustLost)
+    sync_with_failing_base(backend, REMOVAL, error)
     assert backend.sync(V4) != SyncReport(0)
     assert backend.sync(V4) == SyncReport(0)
-    sync_with_failing_base(backend, REMOVAL, TrustLost)
+    sync_with_failing_base(backend, REMOVAL, error)
     assert backend.sync(REMOVAL) == SyncReport(0)
     assert backend.sync(V4) != SyncReport(0)
 
