@@ -30,9 +30,12 @@ def test_the_roles_allow_exactly_the_requests_made(canned: Canned, tmp_path: Pat
     canned.node("node-a", "exit 1")
     for obj in (pod_object("node-a", "web"), service(selector={"app": "web"})):
         canned.server.store.apply(obj)
-    for command, arguments in USES.items():
-        canned.kubectl(command, *(argument.format(directory=tmp_path) for argument in arguments))
-    assert {words.split()[1] for words in canned.asked} == set(USES)
+    answers = {
+        command: canned.kubectl(command, *(argument.format(directory=tmp_path) for argument in arguments))
+        for command, arguments in USES.items()
+    }
+    assert {words.split()[1] for words in canned.asked} == set(USES), {
+        command: (answer.output, answer.exception) for command, answer in answers.items()}
     allowed = {
         (verb, resource, role["metadata"].get("namespace", ""))
         for role in yaml.safe_load_all((DEPLOY / "user-rbac.yaml").read_text())
