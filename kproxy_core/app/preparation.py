@@ -82,9 +82,12 @@ def _set_trim_threshold(size: int) -> None:
 
 def raise_file_limit() -> None:
     """Raise the limit of open files to the most allowed: each health check node port needs one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except OSError as error:
+        log.warning("could not raise the limit of open files", extra={"fields": {"error": str(error)}})
 
 
 def protect_from_oom_killer(score: int) -> None:

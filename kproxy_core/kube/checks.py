@@ -35,6 +35,8 @@ _MOST_AT_ONCE = 4096
 """Limit for the checks that wait for an answer, each with a socket."""
 _OTHER_DESCRIPTORS = 256
 """Descriptors that checks leave to the rest of the process."""
+_USUAL_DESCRIPTORS = 1024
+"""Assumed limit of descriptors where it cannot be read."""
 _LONGEST_HOLD = 1.5
 """Longest time in seconds for which a start waits for first checks: silent endpoints must not delay it."""
 _SHORTAGES = frozenset({
@@ -328,13 +330,14 @@ class CheckedSource:
 
     def _begin(self) -> None:
         """Start the thread, and raise the soft limit of descriptors as far as checks may need it."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _MOST_AT_ONCE + _OTHER_DESCRIPTORS
-        if soft < wanted:
-            with suppress(OSError, ValueError):
-                soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        self._most_at_once = max(2, min(_MOST_AT_ONCE, soft - _OTHER_DESCRIPTORS))
+        limit, wanted = _USUAL_DESCRIPTORS, _MOST_AT_ONCE + _OTHER_DESCRIPTORS
+        with suppress(OSError, ValueError):
+            limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if limit < wanted:
+                raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+                limit = raised
+        self._most_at_once = max(2, min(_MOST_AT_ONCE, limit - _OTHER_DESCRIPTORS))
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._bell, select.EPOLLIN)

@@ -22,6 +22,7 @@ from kproxy_core.kube.forward import Objects, WireForward, read_forward
 from kproxy_core.kube.reading import quoted, shown
 from kproxy_core.kube.yaml import NotYaml, documents
 from kproxy_core.linux import files
+from kproxy_core.linux.errors import doing
 from kproxy_core.linux.files import DirectoryChanges, DirectoryWatch, is_manifest
 from kproxy_core.linux.netlink import PollThread
 from kproxy_core.model.events import (
@@ -445,9 +446,10 @@ class DirectorySource:
         self._stopping = False
 
     def start(self, emit: Emit) -> None:
-        """Start delivering. Raises OSError if the kernel grants no inotify instance."""
+        """Start delivering. Raises HostError if the kernel grants no inotify instance."""
         self._emit = emit
-        self._watch = DirectoryWatch(self._path)
+        with doing(f"watch the directory of manifests {shown(self._path)} (inotify)"):
+            self._watch = DirectoryWatch(self._path)
         self._thread = PollThread("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
 
     def stop(self) -> None:
@@ -488,7 +490,11 @@ class DirectorySource:
         """Find the directory, and read it if it is another one."""
         before = self._watch.directory
         self._watch.renew(self._links)
-        if self._watch.directory is None:
+        if error := self._watch.refusal:
+            self._postpone("cannot watch the directory of manifests, retrying", "", error)
+            self._report_problem(f"directory {shown(self._path)} cannot be watched: {error.strerror}")
+            self._missing = True
+        elif self._watch.directory is None:
             if not self._missing:
                 log.warning("directory of manifests is missing, waiting for it", extra={
                     "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
@@ -652,6 +658,8 @@ class DirectorySource:
         for name in sorted(self._unread, reverse=True):
             if name:
                 self._read_into(changes, name)
+            elif self._watch.directory is None:
+                self._renew()
             else:
                 self._scan()
         if not self._unread:

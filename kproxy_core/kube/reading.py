@@ -73,7 +73,8 @@ SPECIAL_FIRST_BYTES = _SPECIAL_FIRST_OCTETS | {255}
 """The first bytes of all addresses that `is_special` finds, and of some others."""
 _LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
 is_label = re.compile(_LABEL).fullmatch
-_is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
+_PART = r"[a-z0-9][-a-z0-9]*(?<!-)"
+_is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_PART}(?:\.{_PART})*").fullmatch
 
 _MAX_AFFINITY_SECONDS = 86400
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
@@ -136,7 +137,10 @@ def checked_label(text: str | None, field: str) -> str:
 
 
 def checked_subdomain(text: str | None, field: str) -> str:
-    """Return *text* if it is DNS labels joined by dots, at most 253 characters. Raises FieldError."""
+    """Return *text* if it is a name of at most 253 characters, of parts and dots. Raises FieldError.
+
+    As IsDNS1123Subdomain of Kubernetes, a part may be longer than a DNS label.
+    """
     if text and (is_label(text) or _is_subdomain(text)):
         return text
     raise FieldError(field, f"{quoted(text)} is not a DNS name" if text else "is missing")

@@ -145,7 +145,8 @@ class DirectoryWatch:
         self.directory: int | None = None
         """Identifies the directory at the path; None if there is none."""
         self._watches: set[int] = set()
-        self._refused: set[str] = set()
+        self._refused: dict[str, OSError] = {}
+        """Directories that cannot be watched, and why."""
         self._behind: dict[tuple[int, str], set[str]] = {}
         """Entries on the path to linked manifests, with the names of those manifests; "": entries that decide
         which directory *path* leads to."""
@@ -155,6 +156,11 @@ class DirectoryWatch:
 
     def close(self) -> None:
         self._inotify.close()
+
+    @property
+    def refusal(self) -> OSError | None:
+        """Why the directory cannot be watched, for example because the user has too many watches."""
+        return self._refused.get(self._path) if self.directory is None else None
 
     def renew(self, links: Iterable[str]) -> None:
         """Watch everything that the directory and its symbolic links *links* depend on now."""
@@ -196,10 +202,11 @@ class DirectoryWatch:
             return None
         except OSError as error:
             if folder not in self._refused:
-                self._refused.add(folder)
                 log.error("cannot watch directory, changes in it will not be noticed", extra={"fields": {
                     "directory": folder, "error": error.strerror}})
+            self._refused[folder] = error
             return None
+        self._refused.pop(folder, None)
         self._watches.add(watch)
         return watch
 

@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -177,11 +178,12 @@ def _build_info(version: str) -> Measurement:
 def measure_process(version: str) -> Iterator[Measurement]:
     """Yield the metrics of this process that prometheus_client lacks. Omits a value that cannot be read."""
     yield _build_info(version)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    yield Measurement(
-        "process_virtual_memory_max_bytes", "Limit of this process's virtual memory", "gauge",
-        _UNLIMITED if limit == resource.RLIM_INFINITY else limit,
-    )  # fmt: skip
+    with suppress(OSError):
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        yield Measurement(
+            "process_virtual_memory_max_bytes", "Limit of this process's virtual memory", "gauge",
+            _UNLIMITED if limit == resource.RLIM_INFINITY else limit,
+        )  # fmt: skip
     received, sent = _network_bytes()
     about = "Bytes {} in this process's network namespace, by IPv4"
     if received is not None and sent is not None:

@@ -215,9 +215,9 @@ def listening_socket(udp: bool, address: str, port: int) -> socket.socket:
 
 def _allow_descriptors() -> None:
     """Raise the limit of file descriptors as far as possible: a connection needs two."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for limit in (hard, max(hard, _DESCRIPTORS)):
-        with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for limit in (hard, max(hard, _DESCRIPTORS)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 

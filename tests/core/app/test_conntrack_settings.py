@@ -1,5 +1,6 @@
 """Limits and timeouts of tracked connections, in a network namespace."""
 
+import logging
 import resource
 from collections.abc import Iterator
 from functools import partial
@@ -115,3 +116,15 @@ def test_a_process_raises_its_limit_of_open_files() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_limit_of_open_files_that_may_not_be_read_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    logging.getLogger("kproxy").propagate = True
+    monkeypatch.setattr(resource, "getrlimit", refuse)
+    preparation.raise_file_limit()
+    assert "could not raise the limit of open files" in caplog.text

@@ -162,8 +162,9 @@ def test_invalid_names_are_refused(meta: Json) -> None:
     assert (reading.name, reading.value, len(reading.bad)) == (None, None, 1)
 
 
-def test_a_slice_name_may_have_dots() -> None:
-    assert taken(name="web.shop-1")[0].name == ("shop", "web.shop-1")
+@pytest.mark.parametrize("name", ["web.shop-1", "x" * 253, f"{'x' * 64}.{'y' * 64}"])
+def test_a_slice_name_may_have_dots_and_parts_of_more_than_63_characters(name: str) -> None:
+    assert taken(name=name)[0].name == ("shop", name)
 
 
 def test_equal_parts_of_slices_are_shared() -> None:

@@ -11,7 +11,10 @@ from queue import SimpleQueue
 import pytest
 
 from kproxy_core.kube import directory
-from tests.core.directory_rig import followed, service, serving, text
+from kproxy_core.kube.directory import DirectorySource
+from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.files import Inotify
+from tests.core.directory_rig import NODE, followed, service, serving, text
 from tests.patience import PATIENCE
 
 
@@ -85,6 +88,38 @@ def test_nothing_is_complete_before_the_directory_could_be_read(
         wait_for(said, "cannot list the directory of manifests, retrying")
         state.wait(lambda s: s.store.complete)
         assert state.services == {"web": 80}
+
+
+def test_a_start_without_descriptors_says_what_it_needs_one_for(tmp_path: Path) -> None:
+    source = DirectorySource(tmp_path, NODE)
+    with no_descriptors_left(), pytest.raises(HostError, match="cannot watch the directory of manifests"):
+        source.start(lambda _: None)
+
+
+def test_a_directory_that_cannot_be_watched_is_tried_again(
+    tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    watch = Inotify.watch
+    has_room = False
+
+    def failing(self: Inotify, path: str, mask: int) -> int:
+        if path == str(tmp_path) and not has_room:
+            raise OSError(28, "No space left on device")  # the user has too many watches
+        return watch(self, path, mask)
+
+    monkeypatch.setattr(Inotify, "watch", failing)
+    reports: SimpleQueue[str] = SimpleQueue()
+    with followed(tmp_path, report=reports.put) as state:
+        wait_for(said, "cannot watch the directory of manifests, retrying")
+        told = reports.get(timeout=PATIENCE)
+        assert told == f"directory {tmp_path} cannot be watched: No space left on device"
+        has_room = True
+        state.wait(serving(web=80))
+        (tmp_path / "web.yaml").write_text(text(service("web", port=81)))
+        state.wait(serving(web=81))
+    while reports.get(timeout=PATIENCE):
+        pass
 
 
 @pytest.mark.parametrize("error", [24, 5], ids=["EMFILE", "EIO"])
