@@ -87,9 +87,9 @@ class Store:
         self.node: NodeObject | None = None
         """This node's Node object. As in kube-proxy, it is kept when it is deleted, and its addresses and
         networks when it is registered again without them, so that node ports are not lost."""
-        self.service_cidrs: tuple[Cidr, ...] = ()
-        """Networks of ClusterIPs, none within another."""
         self._service_cidrs: dict[str, tuple[Cidr, ...]] = {}
+        self._joined_cidrs: tuple[Cidr, ...] | None = ()
+        """None: they have changed."""
         self.missing = set(kinds)
         """Sources that have not delivered everything that existed."""
         self.service_changes = 0
@@ -107,6 +107,17 @@ class Store:
     def complete(self) -> bool:
         """Every source has delivered everything that existed when it started."""
         return not self.missing
+
+    @property
+    def service_cidrs(self) -> tuple[Cidr, ...]:
+        """Networks of ClusterIPs: those of all ServiceCIDRs, which may overlap (KEP-1880).
+
+        None is within another. They are joined when they are asked for, once for many ServiceCIDRs.
+        """
+        if self._joined_cidrs is None:
+            self._joined_cidrs = outermost(
+                cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
+        return self._joined_cidrs
 
     def last_resort(self, name: ServiceName) -> float:
         """Return the seconds for which a Service has a last resort; 0: it has none, or does not exist."""
@@ -142,16 +153,12 @@ class Store:
                 log.info("Node object of this node deleted, keeping its last state")
             case events.ServiceCidrSet(cidr_name, cidrs):
                 self._service_cidrs[cidr_name] = cidrs
-                self._join_service_cidrs()
+                self._joined_cidrs = None
             case events.ServiceCidrGone(cidr_name):
                 self._service_cidrs.pop(cidr_name, None)
-                self._join_service_cidrs()
+                self._joined_cidrs = None
             case events.Complete(source):
                 self.missing.discard(source)
-
-    def _join_service_cidrs(self) -> None:
-        """Join the networks of all ServiceCIDRs, which may overlap (KEP-1880)."""
-        self.service_cidrs = outermost(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
 
     def all_slices(self) -> list[EndpointSlice]:
         return [piece for _, piece in sorted(self._slices.items())]

@@ -1,6 +1,6 @@
 """Events fold into a state that does not depend on their order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kproxy_conformance.builders import cidrs, endpoint, endpoint_slice, service, service_name
+from kproxy_core.kube import store as kube_store
 from kproxy_core.kube.store import Store
-from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.address import Cidr, Family, outermost, parse_address
 from kproxy_core.model.events import (
     BadObject,
     Complete,
@@ -180,6 +181,20 @@ def test_of_service_networks_that_overlap_the_widest_is_kept() -> None:
     assert store.service_cidrs == cidrs("10.96.0.0/16 a00:1::/32 fd00::/108")
     store.fold(ServiceCidrGone("two"))
     assert store.service_cidrs == cidrs("10.96.0.0/20 fd00::/108")
+
+
+def test_service_networks_are_joined_once_for_many_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    joins = 0
+
+    def join(given: Iterable[Cidr]) -> tuple[Cidr, ...]:
+        nonlocal joins
+        joins += 1
+        return outermost(given)
+
+    monkeypatch.setattr(kube_store, "outermost", join)
+    store = store_with(*(ServiceCidrSet(f"range-{at}", cidrs(f"10.0.{at}.0/24")) for at in range(100)))
+    assert len(store.service_cidrs) == len(store.service_cidrs) == 100
+    assert joins == 1
 
 
 def test_trigger_times_since_the_start_are_returned_once() -> None:
