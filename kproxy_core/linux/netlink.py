@@ -154,6 +154,8 @@ class NetlinkSocket:
         sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
         try:
             sock.bind((0, 0))
+            # To the kernel: it then refuses messages that other processes send to this socket (net/netlink).
+            sock.connect((0, 0))
             # Errors then carry the header of the request only, not all of it.
             sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
             _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)

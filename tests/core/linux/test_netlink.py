@@ -96,6 +96,14 @@ def test_a_refused_request_fails_with_the_kernels_reason() -> None:
         sock.request(18, 0, struct.pack("=BxHiII", 0, 0, 0x7FFFFFFF, 0, 0))
 
 
+def test_another_process_cannot_send_to_a_socket() -> None:
+    with NetlinkSocket.open(NETLINK_ROUTE) as sock, socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_ROUTE) as other:
+        with pytest.raises(ConnectionRefusedError):
+            other.sendto(netlink.message(3, 0, b"", 1), (sock.port, 0))
+        assert sock.receive() == b""
+
+
 def test_every_refused_request_is_returned() -> None:
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         refused = sock.exchange([NetlinkRequest(NOTHING, 0, bytes(4))] * 3)
