@@ -120,6 +120,7 @@ GATE = (
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     Lane("install", ("tests/install",)),
     Lane("soak", ("tests/soak",)),
+    Lane("harm", ("tests/harm",)),
     Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
     Lane("kit", (_INSTALLED, *_NOT_IN_A_GUEST)),
     Lane("examples", ("tests/core", "tests/plugins", "-m", "hypothesis", "--hypothesis-profile=all"),

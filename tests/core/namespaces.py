@@ -73,7 +73,7 @@ def own_network() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def namespace() -> Iterator[Namespace]:
-    """Yield a namespace with its loopback up, and delete it."""
-    with contextlib.closing(Namespace()) as made:
+def namespace(cgroup: NodeCgroup | None = None) -> Iterator[Namespace]:
+    """Yield a namespace with its loopback up, and delete it. Its sockets are in *cgroup*."""
+    with contextlib.closing(Namespace(cgroup=cgroup)) as made:
         yield made

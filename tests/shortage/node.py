@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kproxy_conformance.network.cgroup import NodeCgroup
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, started
 from tests.patience import PATIENCE
@@ -49,8 +50,7 @@ class Node:
 
     def serve(self, number: int, node_port: int = 0) -> None:
         """Write a Service, which `vip` names, and its endpoint."""
-        items = _objects(number, node_port)
-        write(self._manifests / f"web-{number}.json", {"kind": "List", "apiVersion": "v1", "items": items})
+        self.put(f"web-{number}", _objects(number, node_port))
 
     def delete(self, number: int) -> None:
         """Delete a Service that `serve` wrote."""
@@ -58,8 +58,18 @@ class Node:
 
     def serve_many(self, first: int, count: int) -> None:
         """Write *count* Services as one file."""
-        items = [item for number in range(first, first + count) for item in _objects(number)]
-        write(self._manifests / f"many-{first}.json", {"kind": "List", "apiVersion": "v1", "items": items})
+        numbers = range(first, first + count)
+        self.put(f"many-{first}", [item for number in numbers for item in _objects(number)])
+
+    def put(self, name: str, items: Sequence[Json]) -> None:
+        """Write objects as one file, or replace it."""
+        self.put_text(f"{name}.json", json.dumps({"kind": "List", "apiVersion": "v1", "items": items}))
+
+    def put_text(self, name: str, text: str) -> None:
+        """Replace a file as editors do, so that no reader sees a part of it."""
+        new = self._manifests.with_name(f"{name}.new")
+        new.write_text(text)
+        new.rename(self._manifests / name)
 
     @contextmanager
     def proxy(
@@ -135,21 +145,17 @@ def _objects(number: int, node_port: int = 0) -> list[Json]:
     ]  # fmt: skip
 
 
-def write(path: Path, value: object) -> None:
-    """Replace a file as editors do, so that no reader sees a part of it."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value))
-    new.rename(path)
-
-
 @contextmanager
 def node(
     directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, own_tables: str = "auto",
-    **options: object,
+    cgroup: NodeCgroup | None = None, **options: object,
 ) -> Iterator[Node]:
-    """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes."""
+    """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes.
+
+    Its sockets, except those of kproxy, are in *cgroup*.
+    """
     with ExitStack() as stack:
-        network = stack.enter_context(namespace())
+        network = stack.enter_context(namespace(cgroup))
         network.ip(
             f"address add {ENDPOINT}/32 dev lo",
             "link add node0 type veth peer name lan0", "link set node0 up", "link set lan0 up",

@@ -1,0 +1,62 @@
+"""While harm is done, changes of another Service take effect, and no connection of others fails."""
+
+import re
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from tests.harm.kinds import KINDS, Kind, hostile
+from tests.harm.room import BYSTANDER, CALM, TARGET, Client, peak_memory, room
+from tests.patience import PATIENCE
+
+MOST_MEMORY = 256 << 20
+CHANGES = 3
+"""At least; more until the harm is there."""
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind in KINDS for mode in kind.modes], ids=str)
+def test_others_are_served(tmp_path: Path, kind: Kind, mode: str) -> None:
+    with ExitStack() as stack:
+        made = stack.enter_context(room(tmp_path, mode, own_tables=kind.own_tables, **kind.options))
+        proxy = stack.enter_context(made.here.proxy(under=kind.under))
+        made.await_answer(CALM)
+        made.await_answer(BYSTANDER)
+        client = stack.enter_context(closing(Client(made.network, CALM, TARGET)))
+        made.here.await_true(lambda: bool(client.rounds), "client")
+        with kind.begin(made, proxy):
+            changes, began = 0, time.monotonic()
+            while changes < CHANGES or not kind.is_there(made):
+                changes += 1
+                made.change()
+                assert time.monotonic() < began + PATIENCE, f"no such harm:\n{made.here.logged[-4000:]}"
+            made.create()
+            if kind.health:
+                made.here.await_true(lambda: bool(re.search(kind.health, proxy.health()[1])), kind.health)
+            client.close()
+            assert not client.problems
+            assert kind.cuts_new or not client.refused
+        made.change()
+        memory = peak_memory(proxy)
+        assert memory < MOST_MEMORY, f"{memory >> 20} MiB"
+        proxy.await_health()
+        assert not re.search("CRITICAL|unexpected|bug: ", made.here.logged)
+
+
+def test_a_start_without_inotify_says_what_it_needs_it_for(tmp_path: Path) -> None:
+    with room(tmp_path, "userspace") as made:
+        with pytest.raises(AssertionError, match=re.escape("(1, '')")):
+            with made.here.proxy(under=hostile("refused", "inotify_init1")):
+                pass
+        last = made.here.logged.splitlines()[-1]
+        assert "cannot watch the directory of manifests" in last
+        assert "Traceback" not in made.here.logged
+
+
+def test_the_page_names_every_kind() -> None:
+    _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## Harm\n")
+    heading, *names = re.findall(r"^\| ([^|]+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert heading == "harm"
+    assert names == [kind.name for kind in KINDS]
