@@ -47,6 +47,8 @@ class Kind:
     """Regular expression for the log."""
     cuts_new: bool = False
     """New connections may fail until the repair: rules are missing or wrong meanwhile."""
+    cuts_open: bool = False
+    """Open connections may, too: without a rule that translates, their packets pass as they are."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Of the configuration."""
     own_tables: str = "auto"
@@ -166,7 +168,7 @@ OBJECTS = (
          log="check of an endpoint fails", modes=(NFTABLES, IPTABLES)),
     Kind("10,000 node ports on localhost",
          _objects(lambda: _many_services(10, 20_000)), answers=("127.0.0.1", 29_999),
-         options={"nodePortAddresses": ["localhost", "primary"]}, modes=(NFTABLES,)),
+         options={"nodePortAddresses": ["localhost", "primary"]}, modes=_RULES),
 )  # fmt: skip
 
 
@@ -228,7 +230,7 @@ NEIGHBOURS = (
         "add rule ip nat KUBE-SERVICES ip saddr . tcp dport { 192.0.2.77 . 7 } drop\n"),
         modes=(IPTABLES,), log="repaired foreign changes"),
     Kind("nft flush ruleset every 0.2 s", _nft("flush ruleset\n", again=0.2),
-         own_tables="never", cuts_new=True, log="repaired foreign changes"),
+         own_tables="never", cuts_new=True, cuts_open=True, log="repaired foreign changes"),
     Kind("odd netlink messages", _odd_messages),
 )  # fmt: skip
 
@@ -308,9 +310,9 @@ def hostile(harm: str, argument: str) -> Sequence[str | Path]:
 KERNEL = (
     Kind("notifications are lost (ENOBUFS)", _no_buffers, log="notifications were lost"),
     Kind("one in 50 netlink calls fails with ENOBUFS", _begun, under=hostile("netlink", "ENOBUFS"),
-         log="No buffer space available"),
+         log="No buffer space available", modes=(*_RULES, IPTABLES)),
     Kind("one in 50 netlink calls fails with EINTR", _begun, under=hostile("netlink", "EINTR"),
-         log="Interrupted system call"),
+         log="Interrupted system call|rules changed during every attempt", modes=(*_RULES, IPTABLES)),
     Kind("stopped and continued 50 times a second (EINTR)", _interrupted),
     Kind("the wall clock jumps by a million seconds", _nothing, under=hostile("clock", "1000000"),
          modes=(*_RULES, USERSPACE)),

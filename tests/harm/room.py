@@ -67,9 +67,9 @@ class Room:
 
     def answer(self, address: str, port: int = 80, timeout: float = 0.1) -> str:
         """Return which endpoint answers a new connection; "": none within *timeout* seconds."""
-        with suppress(OSError), self.network.inside(
-                lambda: socket.create_connection((address, port), timeout)) as client:
-            return client.recv(64).decode()
+        with suppress(OSError), self.network.entered():
+            with socket.create_connection((address, port), timeout) as client:
+                return client.recv(64).decode()
         return ""
 
     def await_answer(self, address: str, port: int = 80) -> None:
@@ -85,8 +85,9 @@ class Client:
         self.problems: list[str] = []
         self.refused: list[str] = []
         """Problems of new connections."""
+        self._network = network
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=network.inside, args=[self._run])
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class Client:
 
     def _run(self) -> None:
         try:
-            with self._dial() as lasting:
+            with self._network.entered(), self._dial() as lasting:
                 while not self._ended.wait(_EACH):
                     lasting.sendall(b"x")
                     if lasting.recv(64) != b"x":
