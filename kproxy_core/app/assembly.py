@@ -304,7 +304,7 @@ class _Proxy:
         if fallback is not None:
             self._fell_back(fallback)
         self._limits = preparation.limits(config)
-        self._privileged = "CAP_NET_ADMIN" in process.held()
+        self._privileged = "CAP_NET_ADMIN" in process.network_privileges()
         if not self._privileged:
             log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)

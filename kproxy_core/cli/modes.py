@@ -2,8 +2,9 @@
 
 import os
 import platform
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from msgspec import structs
 
 from kproxy_core.cli.options import FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors, warn_of_broken
-from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, show, strong
+from kproxy_core.cli.terminal import bad, good, hint, is_terminal, show, strong
 from kproxy_core.config.flags import RULES
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.errors import InvalidOption, Unsupported
@@ -117,15 +118,22 @@ class DescribedMode:
                 structs.asdict(requirement) for requirement in self.detection.requirements]
         return document
 
-    def __str__(self) -> str:
-        lines = [f"{self.description.mode:<12} {self.description.summary}"]
-        if self.detection is not None:
-            guessed = any(requirement.guessed for requirement in self.detection.requirements)
-            usable = "usable" if self.detection.usable else "not usable here"
-            lines.append(f"  {usable}{', as far as can be told without trying' if guessed else ''}")
-            for requirement in self.detection.requirements:
-                lines += _lines(requirement, str, str)
-        return "\n".join(lines)
+    def summary(self) -> str:
+        """Return its name and what it is, or if it was probed, whether it is usable and why not."""
+        name = f"{self.description.mode:<12}"
+        if self.detection is None:
+            return f"{name} {self.description.summary}"
+        if not self.detection.usable:
+            first = next(r for r in self.detection.requirements if not r.met)
+            return f"{name} {bad('not usable')}  {first.what}: {first.found}"
+        guessed = any(requirement.guessed for requirement in self.detection.requirements)
+        return f"{name} {good('usable')}{', as far as can be told without trying' if guessed else ''}"
+
+    def details(self) -> Iterator[str]:
+        """Yield lines about every requirement."""
+        yield strong(self.description.mode)
+        for requirement in self.detection.requirements if self.detection is not None else ():
+            yield from _lines(requirement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +159,22 @@ class Report:
             document["serving"] = self.serving
         return document
 
-    def __str__(self) -> str:
-        machine = ["machine", *(f"  {what}: {found}" for what, found in self.machine.items())]
-        serving = [f"a proxy started like this would serve in mode {self.serving}"] if self.serving else []
-        return "\n".join([*(machine if self.machine else ()), *map(str, self.modes), *serving])
+    def text(self, *, verbose: bool) -> str:
+        """Return the answer in the first line, then a line for each mode; if *verbose*, all findings, too."""
+        lines = [mode.summary() for mode in self.modes]
+        if self.machine:
+            would = "a proxy started like this would"
+            lines.insert(0, f"{would} serve in mode {good(self.serving)}" if self.serving
+                         else bad(f"{would} not serve: no mode that it may use works here"))
+        if self.machine and verbose:
+            lines += ["", strong("machine"), *(f"  {what}: {found}" for what, found in self.machine.items())]
+            for mode in self.modes:
+                lines += ["", *mode.details()]
+        return "\n".join(lines)
 
 
-def formatted(report: Report, output: str) -> str:
-    """Return *report* as *output*: json, yaml, or text, which on a terminal is a table."""
+def formatted(report: Report, output: str, *, verbose: bool = False) -> str:
+    """Return *report* as *output*: json, yaml, or text, which has every finding only if *verbose*."""
     if output == "json":
         import json
 
@@ -167,30 +183,7 @@ def formatted(report: Report, output: str) -> str:
         import yaml
 
         return str(yaml.safe_dump(report.as_document(), sort_keys=False, allow_unicode=True)).rstrip()
-    return _table(report) if report.machine and is_terminal() else str(report)
-
-
-def _table(report: Report) -> str:
-    """Return the machine's facts, a table of modes, and the requirements that are missing or only guessed."""
-    width = max(map(len, report.machine))
-    lines = [f"{faint(what.ljust(width))}  {found}" for what, found in report.machine.items()]
-    lines += ["", strong(f"{'MODE':<12} {'WORKS':<7} {'MET':>7}  MISSING")]
-    found = [mode.detection for mode in report.modes if mode.detection is not None]
-    for detection in found:
-        missing = [r.what for r in detection.requirements if not r.met]
-        works = bad("no".ljust(7)) if missing else good("yes".ljust(7))
-        met = f"{len(detection.requirements) - len(missing)}/{len(detection.requirements)}"
-        lines.append(f"{detection.mode:<12} {works} {met:>7}  {', '.join(missing)}".rstrip())
-    for detection in found:
-        doubtful = [r for r in detection.requirements if not r.met or r.guessed]
-        if doubtful:
-            lines += ["", strong(detection.mode)]
-        for requirement in doubtful:
-            lines += _lines(requirement, hint if requirement.met else bad, hint)
-    serving = report.serving
-    lines += ["", f"a proxy started like this would serve in mode {good(serving)}" if serving
-              else bad("a proxy started like this would not serve")]
-    return "\n".join(lines)
+    return report.text(verbose=verbose)
 
 
 def describe(registry: Registry, mode: str) -> Report:
@@ -212,7 +205,11 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     """
     families = served_families()
     known = _descriptions(registry, mode)
-    detections = [_look(registry, each.mode, configuration, families, load_modules) for each in known]
+    detections = []
+    for each in known:
+        _progress(f"trying mode {each.mode}")
+        detections.append(_look(registry, each.mode, configuration, families, load_modules))
+    _progress("")
     works = [found.mode for found in detections if found.usable]
     # A proxy does not start if the mode that it chooses has invalid options.
     ends = [found.mode for found in detections if any(r.what == _OPTIONS for r in found.requirements)]
@@ -222,6 +219,12 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     first = next((candidate for candidate in asked if candidate in (*works, *ends)), "")
     described = tuple(map(DescribedMode, known, detections))
     return Report(dict(facts(families)), described, first if first in works else "")
+
+
+def _progress(text: str) -> None:
+    """Replace the last line of a terminal by *text*. Elsewhere, print nothing."""
+    if is_terminal() and sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def _look(
@@ -261,13 +264,12 @@ def _detection(
         return Detection((Requirement("an answer from the plugin", False, str(error)),), config.mode)
 
 
-def _lines(
-    requirement: Requirement, styled: Callable[[str], str], styled_remedy: Callable[[str], str]
-) -> Iterator[str]:
+def _lines(requirement: Requirement) -> Iterator[str]:
+    styled = bad if not requirement.met else hint if requirement.guessed else str
     verdict = ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
     yield f"  {styled(verdict.ljust(8))} {requirement.what}: {requirement.found}"
     if requirement.remedy:
-        yield textwrap.indent(styled_remedy(requirement.remedy), " " * 11)
+        yield textwrap.indent(hint(requirement.remedy), " " * 11)
 
 
 @click.command("modes", cls=FlagCommand)
@@ -275,9 +277,12 @@ def _lines(
 @with_flags(RULES)
 @click.option("--probe", is_flag=True, help="Find out which modes work on this machine, and what is missing.")
 @click.option("--load-modules", is_flag=True, help="With --probe: load the kernel modules that a mode needs.")
+@click.option("-v", "--verbose", is_flag=True, help="With --probe: show every requirement, and the machine.")
 @click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
               show_default=True, help="Output format.")
-def command(only: str, probe: bool, load_modules: bool, output: str, **options: Any) -> int:
+def command(
+    only: str, probe: bool, load_modules: bool, verbose: bool, output: str, **options: Any
+) -> int:
     """List the installed modes, and find out which work here.
 
     The preferred mode is the first; with MODE, only that one is listed. Exit status of --probe: 0 if MODE, or
@@ -294,6 +299,6 @@ def command(only: str, probe: bool, load_modules: bool, output: str, **options: 
             report = find_out(registry, mode, configuration, load_modules=load_modules)
         else:
             report = describe(registry, mode)
-    show(formatted(report, output))
+    show(formatted(report, output, verbose=verbose))
     warn_of_broken(registry)
     return 0 if report.works(mode or configuration.mode) else 1

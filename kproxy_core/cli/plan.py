@@ -41,7 +41,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     from kproxy_core.model.address import format_address
     from kproxy_core.plan.removals import removals
 
-    if "CAP_NET_ADMIN" not in process.held():
+    if "CAP_NET_ADMIN" not in process.network_privileges():
         raise NoAnswer("CAP_NET_ADMIN is missing: it is needed to read what the kernel holds now")
     try:
         running = send_request(Plans())
