@@ -10,12 +10,15 @@ from kproxy_core.cli.terminal import bad, is_terminal, show, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Leftovers
+from kproxy_core.linux import process
 from kproxy_core.modes.settings import Configuration, served_families, settings_of_modes
 from kproxy_core.sync.resets import clean_up_resets
 
 
 def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
     """Remove the leftovers of all modes but *spared*. Raises ClickException at the end if some remain."""
+    if "CAP_NET_ADMIN" not in process.network_privileges():
+        raise click.ClickException("permission denied, run as root or with CAP_NET_ADMIN")
     with cli_errors():
         configuration = Configuration.read(flags)
         registry = Registry(plugins=configuration.asked.kproxy.plugins)
