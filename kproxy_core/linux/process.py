@@ -31,8 +31,8 @@ def held(pid: int | None = None) -> frozenset[str]:
 def network_privileges() -> frozenset[str]:
     """Return those of `CAPABILITIES` that this process can use in its network namespace.
 
-    A process in a user namespace of its own may hold all capabilities there, but none over a network namespace
-    that another user namespace owns. So the kernel is asked: rtnetlink refuses every change without
+    A process in a user namespace of its own may hold all capabilities there, but none over a network
+    namespace that another user namespace owns. So the kernel is asked: rtnetlink refuses every change without
     CAP_NET_ADMIN before it looks at the rest of the message, which here is none that it could carry out.
     """
     found = held()

@@ -272,7 +272,8 @@ def _as_option(found: Requirement, consequence: str) -> Requirement:
 
 
 def _privilege(held: bool) -> Requirement:
-    return Requirement("CAP_NET_ADMIN", held, "held" if held else "not held over this network namespace", "" if held else PERMISSION)
+    found = "held" if held else "not held over this network namespace"
+    return Requirement("CAP_NET_ADMIN", held, found, "" if held else PERMISSION)
 
 
 def _version(rules: Sequence[Requirement]) -> Requirement:

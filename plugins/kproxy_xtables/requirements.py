@@ -64,7 +64,9 @@ def check_privileges(variant: Variant | None) -> Requirement:
     what, held = " and ".join(wanted), process.network_privileges()
     missing = [name for name in wanted if name not in held]
     if missing:
-        return Requirement(what, False, f"no {' and no '.join(missing)} over this network namespace", f"run as root or with {what}")
+        return Requirement(
+            what, False, f"no {' and no '.join(missing)} over this network namespace",
+            f"run as root or with {what}")
     return Requirement(what, True, "held")
 
 

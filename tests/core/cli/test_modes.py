@@ -144,7 +144,7 @@ def test_a_probe_promises_nothing_over_the_network_namespace_of_another_user(nod
     """A user namespace of its own gives all capabilities, but none over a network namespace outside."""
     for own_network in (False, True):
         unshare = ["unshare", "-Urn" if own_network else "-Ur"]
-        probed = node.inside(lambda: subprocess.run(  # noqa: B023 - called at once
+        probed = node.inside(lambda unshare=unshare: subprocess.run(
             [*unshare, KPROXY, "modes", "--probe"], capture_output=True, text=True, check=False))
         assert probed.returncode == (0 if own_network else 1)
         assert ("nftables     usable" in probed.stdout.splitlines()) == own_network

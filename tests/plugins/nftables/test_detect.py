@@ -70,7 +70,8 @@ def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "network_privileges", frozenset)
     found = detect(BOTH, None, load_modules=False)
     assert found.refuted
-    assert found.because == "CAP_NET_ADMIN: not held over this network namespace. run as root or with CAP_NET_ADMIN"
+    assert found.because == (
+        "CAP_NET_ADMIN: not held over this network namespace. run as root or with CAP_NET_ADMIN")
     assert {r.guessed for r in found.requirements if r.what.endswith("of the mode")} == {True}
 
 
