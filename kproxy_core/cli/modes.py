@@ -123,11 +123,19 @@ class DescribedMode:
         name = f"{self.description.mode:<12}"
         if self.detection is None:
             return f"{name} {self.description.summary}"
-        if not self.detection.usable:
-            first = next(r for r in self.detection.requirements if not r.met)
-            return f"{name} {bad('not usable')}  {first.what}: {first.found}"
+        if missing := self._missing():
+            return f"{name} {bad('not usable')}  {missing.what}: {missing.found}"
         guessed = any(requirement.guessed for requirement in self.detection.requirements)
         return f"{name} {good('usable')}{', as far as can be told without trying' if guessed else ''}"
+
+    def remedy(self) -> str:
+        """Return the remedy of the first requirement that is missing; "" if none is, or it has none."""
+        missing = self._missing()
+        return missing.remedy if missing else ""
+
+    def _missing(self) -> Requirement | None:
+        found = self.detection.requirements if self.detection is not None else ()
+        return next((requirement for requirement in found if not requirement.met), None)
 
     def details(self) -> Iterator[str]:
         """Yield lines about every requirement."""
@@ -160,12 +168,19 @@ class Report:
         return document
 
     def text(self, *, verbose: bool) -> str:
-        """Return the answer in the first line, then a line for each mode; if *verbose*, all findings, too."""
-        lines = [mode.summary() for mode in self.modes]
+        """Return the answer in the first line, then a line for each mode; if *verbose*, all findings, too.
+
+        If no mode serves, the lines have what helps.
+        """
+        lines = []
         if self.machine:
             would = "a proxy started like this would"
-            lines.insert(0, f"{would} serve in mode {good(self.serving)}" if self.serving
+            lines.append(f"{would} serve in mode {good(self.serving)}" if self.serving
                          else bad(f"{would} not serve: no mode that it may use works here"))
+        for mode in self.modes:
+            lines.append(mode.summary())
+            if self.machine and not self.serving and (remedy := mode.remedy()):
+                lines.append(f"{'':<12} {hint(remedy)}")
         if self.machine and verbose:
             lines += ["", strong("machine"), *(f"  {what}: {found}" for what, found in self.machine.items())]
             for mode in self.modes:

@@ -64,7 +64,7 @@ def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> No
     warp = DescribedMode(Description("warp", "", (1, 0)), detection)
     report = Report({"kernel": "Linux"}, (warp,))
     summary = f"warp         {bad('not usable')}  a warp drive: none"
-    assert formatted(report, "text").splitlines()[1:] == [summary]
+    assert formatted(report, "text").splitlines()[1:] == [summary, f"{'':<12} {hint('build one')}"]
     text = formatted(report, "text", verbose=True)
     assert f"  {bad('missing ')} a warp drive: none" in text
     assert hint("build one") in text
