@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import click
 from msgspec import structs
 
-from kproxy_core.cli.options import FlagCommand, given, with_flags
+from kproxy_core.cli.options import OUTPUT, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors, warn_of_broken
-from kproxy_core.cli.terminal import bad, good, hint, is_terminal, show, strong
+from kproxy_core.cli.terminal import bad, encoded, good, hint, is_terminal, show, strong
 from kproxy_core.config.flags import RULES
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.errors import InvalidOption, Unsupported
@@ -190,15 +190,7 @@ class Report:
 
 def formatted(report: Report, output: str, *, verbose: bool = False) -> str:
     """Return *report* as *output*: json, yaml, or text, which has every finding only if *verbose*."""
-    if output == "json":
-        import json
-
-        return json.dumps(report.as_document(), indent=2)
-    if output == "yaml":
-        import yaml
-
-        return str(yaml.safe_dump(report.as_document(), sort_keys=False, allow_unicode=True)).rstrip()
-    return report.text(verbose=verbose)
+    return report.text(verbose=verbose) if output == "text" else encoded(report.as_document(), output)
 
 
 def describe(registry: Registry, mode: str) -> Report:
@@ -213,18 +205,22 @@ def _descriptions(registry: Registry, mode: str) -> list[Description]:
     return [registry.load(mode)] if mode else registry.load_all()
 
 
-def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
+def find_out(
+    registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool,
+    report_progress: Callable[[str], None] = lambda text: None,
+) -> Report:
     """Describe modes as `describe` does, and probe them. Changes nothing; *load_modules* may load modules.
 
+    Calls *report_progress* with each step, and at the end with "".
     Raises UnknownMode, PluginRefused or ConfigError.
     """
     families = served_families()
     known = _descriptions(registry, mode)
     detections = []
     for each in known:
-        _progress(f"trying mode {each.mode}")
+        report_progress(f"trying mode {each.mode}")
         detections.append(_look(registry, each.mode, configuration, families, load_modules))
-    _progress("")
+    report_progress("")
     works = [found.mode for found in detections if found.usable]
     # A proxy does not start if the mode that it chooses has invalid options.
     ends = [found.mode for found in detections if any(r.what == _OPTIONS for r in found.requirements)]
@@ -293,8 +289,7 @@ def _lines(requirement: Requirement) -> Iterator[str]:
 @click.option("--probe", is_flag=True, help="Find out which modes work on this machine, and what is missing.")
 @click.option("--load-modules", is_flag=True, help="With --probe: load the kernel modules that a mode needs.")
 @click.option("-v", "--verbose", is_flag=True, help="With --probe: show every requirement, and the machine.")
-@click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
-              show_default=True, help="Output format.")
+@OUTPUT
 def command(
     only: str, probe: bool, load_modules: bool, verbose: bool, output: str, **options: Any
 ) -> int:
@@ -310,10 +305,13 @@ def command(
         configuration = Configuration.read(flags)
         registry = Registry(plugins=configuration.of("").kproxy.plugins)
         mode = only or flags.get("mode", "")
+        if configured := mode or configuration.mode:
+            registry.check_mode(configured)
         if probe:
-            report = find_out(registry, mode, configuration, load_modules=load_modules)
+            report = find_out(registry, mode, configuration, load_modules=load_modules,
+                              report_progress=_progress)
         else:
             report = describe(registry, mode)
     show(formatted(report, output, verbose=verbose))
     warn_of_broken(registry)
-    return 0 if report.works(mode or configuration.mode) else 1
+    return 0 if report.works(configured) else 1

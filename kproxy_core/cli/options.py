@@ -25,9 +25,14 @@ NORMAL = {
 }
 """Settings of every command's context."""
 
-TEXT_OR_JSON = click.option(
-    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True,
-    help="Output format.")
+FORMATS = click.Choice(["text", "json", "yaml"])
+
+OUTPUT = click.option(
+    "-o", "--output", type=FORMATS, default="text", show_default=True, help="Output format.")
+
+VERBOSE = click.option(
+    "-v", "--verbose", "v", flag_value="1", default=None, help="Also log the steps, to standard error.")
+"""The flag ``--v`` of the proxy, for commands that end by themselves."""
 
 OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
 """Flags that say where to read objects. With one of them, a command does not ask the running proxy."""

@@ -100,7 +100,7 @@ def test_the_mode_of_a_configuration_file_is_asked_for(tmp_path: Path, node: Nam
 )
 def test_a_question_without_answer_is_an_error(arguments: tuple[str, ...], problem: str) -> None:
     done = kproxy("modes", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert problem in done.stderr
 
 

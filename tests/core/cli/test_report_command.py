@@ -78,7 +78,7 @@ def test_without_a_proxy_an_archive_notes_it_and_has_the_rest(node: Namespace, t
         [KPROXY, "explain", "shop/web", "--report", str(tmp_path / "a.tar.gz")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, "not a report of kproxy with objects" in done.stderr) == (1, True)
+    assert (done.returncode, "not a report of kproxy with objects" in done.stderr) == (2, True)
 
 
 def test_objects_are_reported_without_a_proxy(node: Namespace, manifests: Path, tmp_path: Path) -> None:
