@@ -39,7 +39,7 @@ REPEATED = 40
 REPORTED = 20.0
 """Seconds between two reports of progress."""
 
-_CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
+_CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples", "deploy/manual.py")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"

@@ -24,6 +24,7 @@ COMMANDS = {
     "render": "Print the rules for a directory of manifests.",
     "report": "Write an archive for a bug report.",
     "version": "Print the version.",
+    "completion": "Print the completion of commands, flags and modes for a shell.",
     "unit": "Print a systemd unit that runs kproxy as a service of this machine.",
 }
 """The first sentence of each command's help. Its module is imported only when the command is used."""

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from msgspec import structs
 
-from kproxy_core.cli.options import OUTPUT, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode, given, with_flags
 from kproxy_core.cli.run import cli_errors, warn_of_broken
 from kproxy_core.cli.terminal import bad, encoded, good, hint, is_terminal, show, strong
 from kproxy_core.config.flags import RULES
@@ -284,7 +284,7 @@ def _lines(requirement: Requirement) -> Iterator[str]:
 
 
 @click.command("modes", cls=FlagCommand)
-@click.argument("only", metavar="[MODE]", default="")
+@click.argument("only", metavar="[MODE]", default="", shell_complete=complete_mode)
 @with_flags(RULES)
 @click.option("--probe", is_flag=True, help="Find out which modes work on this machine, and what is missing.")
 @click.option("--load-modules", is_flag=True, help="With --probe: load the kernel modules that a mode needs.")

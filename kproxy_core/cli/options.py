@@ -49,6 +49,25 @@ Rows = Iterable[tuple[str, str]]
 class FlagOption(click.Option):
     """The option of a flag."""
 
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        kind = {"FILE": "file", "DIR": "dir"}.get(self.metavar or "")
+        if kind is not None:
+            return [CompletionItem(incomplete, type=kind)]
+        return complete_mode(context, self, incomplete) if self.name == "mode" else []
+
+
+def complete_mode(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the installed modes that begin with *incomplete*."""
+    from click.shell_completion import CompletionItem
+
+    from kproxy_core.contract.registry import Registry
+
+    return [CompletionItem(mode) for mode in Registry().modes if mode.startswith(incomplete)]
+
 
 def with_flags(*groups: Sequence[Flag]) -> Callable[[Any], Any]:
     """Add an option to a command for each flag of *groups*. Values are text; None: not given."""

@@ -8,7 +8,7 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import Compare, Switch
-from kproxy_core.cli.options import OUTPUT, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode
 from kproxy_core.cli.plan import kernel_lines
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, encoded, encoded_event, faint, good, is_terminal, show
@@ -69,7 +69,7 @@ def _described(caveat: Mapping[str, Any]) -> str:
 
 
 @click.command("switch", cls=FlagCommand)
-@click.argument("mode")
+@click.argument("mode", shell_complete=complete_mode)
 @click.option("--check", "only_check", is_flag=True,
               help="Only show what would change for this node's Services.")
 @OUTPUT

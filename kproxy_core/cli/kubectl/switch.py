@@ -15,7 +15,7 @@ import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import asked, selected
-from kproxy_core.cli.options import OUTPUT, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode
 from kproxy_core.cli.terminal import bad, encoded_event, faint, good, hint, show
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _commands(context: click.Context) -> tuple[str, str]:
 
 
 @click.command("switch", cls=FlagCommand)
-@click.argument("mode")
+@click.argument("mode", shell_complete=complete_mode)
 @NODES
 @click.option("--at-a-time", metavar="N", type=click.IntRange(1), default=1, show_default=True,
               help="Maximum number of nodes under way.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ MISTAKES: dict[str, list[Words]] = {
     "render": [(), ("--family=ipv5",), ("--mode=nftable", *SHOP)],
     "report": [("one", "two")],
     "version": [("-o", "xml")],
+    "completion": [("tcsh",)],
     "unit": [("--mode=nftables",)],
 }  # fmt: skip
 """By command."""
@@ -110,7 +112,7 @@ ANSWERS: dict[str, Words] = {
 }
 """Commands that print one answer, with arguments beside a running proxy."""
 TEXTS: dict[str, Words] = {
-    "render": SHOP, "unit": (), "report": ("-",), "trace": ("--help",),
+    "render": SHOP, "completion": ("bash",), "unit": (), "report": ("-",), "trace": ("--help",),
 }  # fmt: skip
 """The other ones. A trace prints only packets."""
 
@@ -193,3 +195,39 @@ def test_the_version_is_a_command() -> None:
     told = json.loads(kproxy("version", "-o", "json").stdout)
     assert told["kube_proxy"] == "1.36"
     assert f"kproxy {told['version']} " in kproxy("version").stdout + " "
+
+
+# Completion.
+
+def completed(line: str) -> set[str]:
+    """Return what bash offers at the end of *line*."""
+    script = f"""
+        source <({KPROXY} completion bash)
+        COMP_WORDS=({line}) COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
+        compopt() {{ :; }}
+        _kproxy_completion {KPROXY} >/dev/null
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("kproxy swi", {"switch"}), ("kproxy switch nf", {"nftables"}), ("kproxy modes i", {"iptables", "ipvs"}),
+     ("kproxy --mode u", {"userspace"}), ("kproxy explain --cluster-c", {"--cluster-cidr"}),
+     ("kproxy completion z", {"zsh"})])  # fmt: skip
+def test_bash_completes(line: str, offered: set[str]) -> None:
+    assert completed(line) == offered
+
+
+@pytest.mark.parametrize(("shell", "registers"), [
+    ("bash", "-F _kproxy_completion kproxy"), ("zsh", "#compdef kproxy"), ("fish", "--command kproxy"),
+])  # fmt: skip
+def test_each_shell_reads_its_completion(shell: str, registers: str) -> None:
+    script = kproxy("completion", shell).stdout
+    assert registers in script
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
