@@ -121,6 +121,23 @@ def test_every_command_has_an_answer_or_a_text() -> None:
     assert {*ANSWERS, *TEXTS} == {*COMMANDS}
 
 
+@pytest.mark.parametrize(("words", "told"), [
+    (("switch", "nftable"), "did you mean 'nftables'?"),
+    (("switch", "--check", "iptable"), "did you mean 'iptables'?"),
+    (("explain", "10.96.0.10:99999"), "99999 is not a port"),
+    (("explain", "somewhere", "web"), "a sender is an address, pod, node or outside"),
+    (("trace", "web:80/icmp"), "'icmp' is not tcp, udp or sctp"),
+    (("verify", "--traffic", "10.96.0.10"), "is not [NAMESPACE/]SERVICE"),
+    (("top", "--once", f"--filter={'x' * 300}"), "search"),
+], ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "")  # fmt: skip
+def test_a_mistake_is_one_for_the_running_proxy_too(
+    words: Words, told: str, served: Namespace
+) -> None:
+    done = kproxy(*words, node=served)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert told in done.stderr
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_yaml_has_what_json_has(name: str, served: Namespace) -> None:
     def answer(output: str) -> object:

@@ -147,7 +147,7 @@ def test_on_a_terminal_the_archive_is_a_file_where_it_runs(manifests: Path, tmp_
 
 def test_no_archive_is_written_to_a_terminal(tmp_path: Path) -> None:
     status, text = on_a_terminal(tmp_path, "-")
-    assert (status, "name a file or use a pipe" in text) == (1, True)
+    assert (status, "name a file or use a pipe" in text) == (2, True)
 
 
 @pytest.mark.parametrize(("value", "shown"), [
