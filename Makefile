@@ -5,9 +5,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 # Programs of the system are not in every user's path.
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
-CHECKED := kproxy_core plugins bpf conformance tests examples
+CHECKED := kproxy_core plugins bpf conformance tests examples deploy/manual.py
 
-.PHONY: env deb demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb man demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -51,6 +51,10 @@ faults: env
 # What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:
 	@$(MISSING) guest || true
+
+# The pages of the manual, docs/man, from the help of the commands.
+man: env
+	@$(VENV)/bin/python -m deploy.manual
 
 # dist/kproxy_VERSION_ARCHITECTURE.deb.
 deb: env

@@ -40,7 +40,11 @@ class Unsupported(BackendError):
         self.family = family
 
 
-class InvalidOption(BackendError):
+class InvalidInput(BackendError):
+    """The operator named a mode, plugin or option that does not exist, or gave an option a wrong value."""
+
+
+class InvalidOption(InvalidInput):
     """An option of the mode has a wrong value or an unknown name, so kproxy does not start in any mode."""
 
     def __init__(self, settings: BackendSettings, name: str, value: object, problem: str) -> None:

@@ -21,7 +21,7 @@ from kproxy_core.contract.calls import (
     plugin_of_backend,
 )
 from kproxy_core.contract.caveats import of_budget
-from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, one_line
+from kproxy_core.contract.errors import BackendError, InvalidInput, InvalidOption, PluginFailed, one_line
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.near_names import did_you_mean
@@ -67,7 +67,7 @@ _KEEP_OUT = "no:"
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*(\.[^\W\d]\w*)*)?")
 
 
-class PluginNotFound(BackendError):
+class PluginNotFound(InvalidInput):
     """No plugin has the name that the operator gave."""
 
 
@@ -117,7 +117,7 @@ PLUGIN_HOOKS = ("kproxy_describe", "kproxy_cleanup", "kproxy_make_backend")
 _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
-class UnknownMode(BackendError):
+class UnknownMode(InvalidInput):
     """No plugin provides the requested mode."""
 
     def __init__(self, mode: str, known: Iterable[str], *, blocked: bool) -> None:

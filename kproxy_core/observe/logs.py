@@ -2,6 +2,7 @@
 
 Rooms log with ``logging.getLogger("kproxy.<room>")`` and put values into ``extra={"fields": {...}}``.
 Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n > 2 also level ``12 - n``.
+`QUIET` shows warnings and above.
 """
 
 import logging
@@ -13,6 +14,8 @@ import time
 import traceback
 from collections import deque
 from typing import Any, Literal, TextIO
+
+QUIET = -1
 
 _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
@@ -35,7 +38,8 @@ def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None 
 
 
 def set_verbosity(verbosity: int) -> None:
-    logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
+    level = logging.WARNING if verbosity == QUIET else logging.INFO
+    logging.getLogger(_ROOT).setLevel(level if verbosity < 2 else max(1, 12 - verbosity))
 
 
 def log_uncaught() -> None:

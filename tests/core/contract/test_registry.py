@@ -249,7 +249,8 @@ def test_a_wanted_mode_that_does_not_work_is_replaced_by_its_fallback(
 ) -> None:
     high = plugin("high", usable=False).replace('summary="a test"', 'summary="a test", fallback="low"')
     put("some", low=plugin("low"), high=high)
-    monkeypatch.setattr(process, "held", lambda: frozenset({"CAP_NET_ADMIN"} if privileged else ()))
+    held = frozenset({"CAP_NET_ADMIN"} if privileged else ())
+    monkeypatch.setattr(process, "network_privileges", lambda: held)
     found = conclude(Configuration(Flags({}), None), Registry(), SETTINGS.families, "high")
     fallback = Fallback("high", "low", "a kernel: one. get one") if privileged else None
     assert found == Conclusion(mode, fallback)
