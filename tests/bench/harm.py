@@ -13,16 +13,18 @@ import tempfile
 import time
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from tests.harm.kinds import KINDS, NOTHING, Kind
 from tests.harm.room import BYSTANDER, CALM, peak_memory, room
 from tests.patience import PATIENCE
+from tests.sweep import begin
 
 CHANGES = 21
 
 
 def measure(kind: Kind, mode: str) -> tuple[list[float], int]:
     """Return the seconds that changes took, and the highest memory in bytes."""
-    with (tempfile.TemporaryDirectory() as directory,
+    with (tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory,
           room(Path(directory), mode, own_tables=kind.own_tables, **kind.options) as made,
           made.here.proxy(under=kind.under) as proxy):
         made.await_answer(CALM)
@@ -36,6 +38,7 @@ def measure(kind: Kind, mode: str) -> tuple[list[float], int]:
 
 
 def main(word: str) -> None:
+    begin()
     plain = {mode: statistics.median(measure(NOTHING, mode)[0]) for mode in NOTHING.modes}
     without = ", ".join(f"{seconds * 1000:.0f} ms ({mode})" for mode, seconds in plain.items())
     print(f"Without harm: {without} in the median.\n")
