@@ -263,8 +263,7 @@ _RELAYS = {"nodePortAddresses": ["localhost", "primary"]}
 WORKERS = (
     Kind("SIGSTOP of the relay worker", _signalled(signal.SIGSTOP), modes=(NFTABLES,), options=_RELAYS,
          health="relay"),
-    Kind("SIGKILL of the relay worker", _signalled(signal.SIGKILL), modes=(NFTABLES,), options=_RELAYS,
-         log="relay worker exited"),
+    Kind("SIGKILL of the relay worker", _signalled(signal.SIGKILL), modes=(NFTABLES,), options=_RELAYS),
 )  # fmt: skip
 
 
