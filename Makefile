@@ -14,16 +14,8 @@ env: packages $(READY)
 packages:
 	@$(MISSING) env $(PYTHON)
 
-# Editable, as plain lines in a .pth file: no import hook, so the console script starts as fast as an installed one.
-$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile kproxy_core/__init__.py | packages
-	@echo "building $(VENV)"
-	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@printf '%s\n' "$(CURDIR)/plugins" "$(CURDIR)/bpf" \
-	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	    --config-settings editable_mode=compat --editable '.[all,test]' \
-	    --editable ./conformance
+$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv kproxy_core/__init__.py | packages
+	@tests/venv $(VENV) $(PYTHON)
 	@touch $@
 
 demo: env

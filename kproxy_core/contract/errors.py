@@ -62,7 +62,7 @@ class PluginFailed(BackendError):
 def one_line(error: BaseException) -> str:
     """Return the message of a foreign *error* in one line, with everything escaped that is not printable."""
     try:
-        text = " ".join(str(error).split())
+        text = "; ".join(filter(None, (" ".join(line.split()) for line in str(error).splitlines())))
     except Exception:  # noqa: BLE001 - the message is computed by foreign code
         text = "an exception without a message"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

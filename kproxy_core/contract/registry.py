@@ -123,7 +123,24 @@ class UnknownMode(InvalidInput):
     def __init__(self, mode: str, known: Iterable[str], *, blocked: bool) -> None:
         problem = f"the plugin of mode {mode!r} is blocked by -p no:{mode}" if blocked else (
             f"no backend provides mode {mode!r}{did_you_mean(mode, known)}")
-        super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
+        others = f"{'others' if blocked else 'installed'}: {', '.join(known) or 'none'}"
+        where = "" if blocked else f", by entry points of the group {ENTRY_POINTS!r}"
+        super().__init__("; ".join((problem, others + where, *(() if blocked else _unread()))))
+
+
+def _unread() -> list[str]:
+    """Return a hint at each entry point group whose name is nearly that of backends."""
+    import difflib  # needed only after a mistake
+    from importlib.metadata import entry_points
+
+    found = entry_points()
+    groups = sorted(found.groups - {ENTRY_POINTS, OBSERVERS})
+    hints = []
+    for group in groups:
+        if difflib.SequenceMatcher(None, group.lower(), ENTRY_POINTS).ratio() > 0.8:
+            owners = sorted({distribution_of(entry) for entry in found.select(group=group)})
+            hints.append(f"the group {group!r} of {', '.join(owners)} is not read")
+    return hints
 
 
 class PluginRefused(BackendError):

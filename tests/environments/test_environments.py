@@ -4,13 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.core.other_user import as_nobody
+from kproxy_conformance.processes import own_name
+from tests.core.other_user import NOBODY, as_nobody
 from tests.environments import container
+from tests.examples.pages import expect_outputs
 
 CHECKOUT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -41,6 +44,15 @@ def test_the_whole_demo_works_without_root_in_a_user_namespace() -> None:
     done = run(as_root_of_a_user_namespace(sys.executable, "-m", "examples.demo"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "28 of 28 checks passed" in done.stdout
+
+
+def test_the_quick_start_works_without_root_in_a_user_namespace() -> None:
+    """With what the page promises there: a change of modes, and the clean-up."""
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('page')}-") as directory:
+        os.chown(directory, NOBODY, NOBODY)
+        expect_outputs(
+            CHECKOUT / "docs" / "quickstart.md", Path(directory, "hello"), at_least=8,
+            sandbox=lambda *command: as_nobody(*command[:1], "--user", "--map-root-user", *command[1:]))
 
 
 def test_packets_are_sent_without_root_in_a_user_namespace() -> None:
