@@ -26,7 +26,7 @@ class Node:
 
     def __init__(
         self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object],
-        backend_options: Mapping[str, object], own_tables: str,
+        section: Mapping[str, object], own_tables: str,
     ) -> None:
         self.network = network
         self.directory = directory
@@ -38,7 +38,7 @@ class Node:
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
         }  # fmt: skip
-        self._own_section = {"stateDirectory": str(directory / "state"), "backendOptions": backend_options}
+        self._own_section = {"stateDirectory": str(directory / "state"), **section}
         self.configure(own_tables)
 
     def configure(self, own_tables: str = "auto", mode: str = "") -> None:
@@ -158,7 +158,7 @@ def write(path: Path, value: object) -> None:
 @contextmanager
 def node(
     directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, own_tables: str = "auto",
-    **options: object,
+    section: Mapping[str, object] = {}, **options: object,
 ) -> Iterator[Node]:
     """A node with an uplink, routes for VIPs, and an endpoint in each family that greets and echoes."""
     with ExitStack() as stack:
@@ -174,7 +174,8 @@ def node(
                 partial(socket.create_server, (address, PORT), family=family, backlog=1024))
             stack.callback(listener.close)
             threading.Thread(target=_greet, args=[listener], daemon=True).start()
-        yield Node(network, directory, mode, options, backend_options, own_tables)
+        yield Node(
+            network, directory, mode, options, {"backendOptions": backend_options, **section}, own_tables)
 
 
 def _greet(listener: socket.socket) -> None:
