@@ -272,7 +272,7 @@ def reading(family: Family) -> Iterator[None]:
     try:
         yield
     except (BackendError, HostError) as error:
-        missing = "" if "CAP_NET_ADMIN" in process.held() else "CAP_NET_ADMIN is missing; "
+        missing = "" if "CAP_NET_ADMIN" in process.network_privileges() else "CAP_NET_ADMIN is missing; "
         raise NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}") from error
 
 

@@ -12,6 +12,7 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.model.timing import Repeats
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.isolation import Isolation
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
@@ -63,6 +64,9 @@ class FamilySync:
         self._giants_rest_until = 0.0
         self._trigger_times: list[float] = []
         self._failures = 0
+        self._repeats = Repeats()
+        self._told_search = False
+        """This row of failures has been told to be searched for its cause."""
         self._isolation = Isolation(longest=_LONGEST_LEFT_OUT)
         self._suspect_at = self._suspect_all_at = 0
         """Consecutive failures after which the service ports that differ, or all, are suspected."""
@@ -181,6 +185,9 @@ class FamilySync:
 
     def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
         ended = self._clock()
+        if self._failures:
+            log.info("sync works again", extra={"fields": {
+                "ip_family": self.family.label, "failures": self._failures}})
         self._end_failures()
         self._trusts_backend = self._trusts_backend or scope is Scope.RESYNC
         self._isolation.succeeded(ended, wrote=report is not None and report.operations > 0)
@@ -236,14 +243,15 @@ class FamilySync:
         self._suspect(error, ended)
         self._observers.sync_failed(SyncFailure(
             family=self.family, scope=scope, seconds=ended - started, error=error))
-        log.error(
-            "sync failed",
-            extra={"fields": {
-                "ip_family": self.family.label, "scope": scope.value, "failures": self._failures,
-                "error": str(error) if told else repr(error),
-            }},
-            exc_info=None if told else error,
-        )
+        if self._repeats.count(_reason(error)):
+            log.error(
+                "sync failed",
+                extra={"fields": {
+                    "ip_family": self.family.label, "scope": scope.value, "failures": self._failures,
+                    "error": str(error) if told else repr(error),
+                }},
+                exc_info=None if told else error,
+            )
 
     def _suspect(self, error: Exception, now: float) -> None:
         """Leave out the service ports because of which the backend fails, or begin to search for them.
@@ -269,11 +277,15 @@ class FamilySync:
             isolation.search(suspects, now, first_without=False)
         else:
             return
-        log.warning("looking for the service ports that cannot be programmed", extra={"fields": {
-            "ip_family": self.family.label, "error": _reason(error)}})
+        if not self._told_search:
+            self._told_search = True
+            log.warning("looking for the service ports that cannot be programmed", extra={"fields": {
+                "ip_family": self.family.label, "error": _reason(error)}})
 
     def _end_failures(self) -> None:
         self._failures = 0
+        self._repeats.end()
+        self._told_search = False
         self._suspect_at = self._suspect_all_at = _ESCALATE_AFTER
 
     @property
