@@ -63,11 +63,12 @@ def service_manager_that_never_reads(here: Node, stack: ExitStack) -> None:
             client.sendto(b"STATUS=", str(here.directory / "notify"))
 
 
-@pytest.mark.parametrize("hang", [
-    unread_log, silent_control_clients, control_clients_that_never_read, http_clients_that_never_read,
-    service_manager_that_never_reads,
+@pytest.mark.parametrize(("mode", "hang"), [
+    *((mode, unread_log) for mode in MODES),
+    *(("nftables", hang) for hang in (
+        silent_control_clients, control_clients_that_never_read, http_clients_that_never_read,
+        service_manager_that_never_reads)),
 ])
-@pytest.mark.parametrize("mode", MODES)
 def test_changes_take_effect_while_others_hang(
     tmp_path: Path, mode: str, hang: Callable[[Node, ExitStack], None]
 ) -> None:

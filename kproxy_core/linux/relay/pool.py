@@ -349,9 +349,10 @@ class WorkerPool:
                 log.info("relay worker answers again", extra={"fields": fields})
 
     def _is_late(self, worker: Worker) -> bool:
-        serves = worker.is_starting and any(not each.is_starting for each in self._running())
-        return worker.silence >= (
-            max(self._patience, _START_PATIENCE) if worker.is_starting and not serves else self._patience)
+        patience = self._patience
+        if worker.is_starting and all(each.is_starting for each in self._running()):
+            patience = max(patience, _START_PATIENCE)
+        return worker.silence >= patience
 
     def _is_pending(self, relay: int) -> bool:
         """Return whether no worker that answers serves *relay* as ordered."""
