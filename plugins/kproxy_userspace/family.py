@@ -209,9 +209,9 @@ class FamilyState:
             operations += self._close_relays(surplus)
         for relay in self._applied.all_relays():
             if relay.number in failures:  # The next sync of the other family reports its own.
-                unserved[relay.name.key] = f"a relay can't listen: {failures[relay.number]}"
+                unserved[relay.name.key] = f"a relay does not serve it: {failures[relay.number]}"
         self.unserved = unserved
-        return SyncReport(operations, unserved=dict(unserved))
+        return SyncReport(operations, unserved=dict(unserved), degraded=self._workers.problem)
 
     def _relay(self, name: RelayName, want: Wanted) -> Relay:
         """Return a wanted relay with its port, which is bound if necessary. Raises NoPort."""
