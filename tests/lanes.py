@@ -44,6 +44,14 @@ _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"
 _INSTALLED = "tests/kit/test_an_installed_example.py"
+_NEIGHBOURS = (
+    "tests/core/app/test_beside_other_programs.py", "tests/core/linux/test_foreign_tables.py",
+    "tests/plugins/nftables/test_beside_kube_proxy.py", "tests/plugins/iptables/test_beside_kube_proxy.py",
+    "tests/plugins/test_nft_equality.py", "tests/plugins/test_odd_messages.py",
+)
+"""Other programs on the node, other releases of nft, and what kernels may send."""
+_REPORT = "tests/core/cli/test_report_command.py"
+_IDLE = "tests/plugins/userspace/test_idle.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +97,17 @@ def _parts(name: str, number: int, *arguments: str) -> list[Lane]:
     return [Lane(name, (*arguments, f"--part={part}/{number}")) for part in range(1, number + 1)]
 
 
+def _without(*modules: str) -> list[str]:
+    return [f"--ignore={module}" for module in modules]
+
+
 LINT = (
     Lane("lint", (_program("ruff"), "check", *_CODE), is_program=True),
     Lane("types", (_program("mypy"), *_CODE), is_program=True),
 )
 TEST = (
-    *_parts("core", 4, "tests/core"),
-    *_parts("plugins", 2, "tests/plugins", *_NOT_IN_A_GUEST),
+    *_parts("core", 4, "tests/core", *_without(*_NEIGHBOURS, _REPORT)),
+    *_parts("plugins", 2, "tests/plugins", *_without(*_NEIGHBOURS, _IDLE), *_NOT_IN_A_GUEST),
     *LINT,
     Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
     Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
@@ -106,7 +118,7 @@ TEST = (
     *_scenarios("ebpf", "ipv4"),
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",
-                  "tests/environments", "tests/faults", *_NOT_IN_A_GUEST,
+                  "tests/faults", *_NOT_IN_A_GUEST,
                   "-k", f"not ({_of_a_mode(*_MODES)})")),
     Lane("fleet", ("tests/fleet",)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
@@ -119,8 +131,10 @@ GATE = (
          in_a_guest=True),
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     Lane("install", ("tests/install",)),
-    Lane("soak", ("tests/soak",)),
-    Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
+    Lane("soak", ("tests/soak", _IDLE)),
+    Lane("deploy", ("tests/deploy", _REPORT, *_NOT_IN_A_GUEST)),
+    Lane("neighbours", _NEIGHBOURS),
+    Lane("environments", ("tests/environments",)),
     Lane("kit", (_INSTALLED, *_NOT_IN_A_GUEST)),
     Lane("examples", ("tests/core", "tests/plugins", "-m", "hypothesis", "--hypothesis-profile=all"),
          repeats=True),

@@ -45,7 +45,7 @@ def _selected(
 ) -> list[pytest.Item]:
     parser = ArgumentParser()
     parser.add_argument("paths", type=Path, nargs="+")
-    parser.add_argument("--ignore", type=Path)
+    parser.add_argument("--ignore", type=Path, action="append", default=[])
     parser.add_argument("-k", dest="keyword", default="")
     parser.add_argument("-m", dest="markexpr", default="")
     parser.add_argument("--part", default="1/1")
@@ -54,7 +54,7 @@ def _selected(
         setattr(config.option, name, getattr(options, name))
     chosen = [item for item in items
               if any(item.path.is_relative_to(CHECKOUT / path) for path in options.paths)
-              and not (options.ignore and item.path == CHECKOUT / options.ignore)]
+              and item.path not in [CHECKOUT / path for path in options.ignore]]
     config.hook.pytest_collection_modifyitems(session=session, config=config, items=chosen)
     return chosen
 

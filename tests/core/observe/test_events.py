@@ -228,7 +228,7 @@ def test_a_flood_of_events_is_limited() -> None:
     assert recorded.end() == ["Flood"] * 25 + ["Later"] * 5
 
 
-def test_an_event_that_can_not_be_written_affects_no_other() -> None:
+def test_an_event_that_can_not_be_written_affects_no_other(caplog: pytest.LogCaptureFixture) -> None:
     def write(event: ClusterEvent, _: int) -> None:
         if event.reason == "Bad":
             raise ValueError("a mistake")
@@ -242,3 +242,5 @@ def test_an_event_that_can_not_be_written_affects_no_other() -> None:
         events.report_node("Normal", reason)
     events.close()
     assert written == ["Good"]
+    assert [record.getMessage() for record in caplog.records] == ["bug: event not written"]
+    caplog.clear()
