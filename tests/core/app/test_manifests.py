@@ -11,7 +11,7 @@ from tests.patience import PATIENCE
 __all__ = ["manifests", "node"]
 
 
-def await_health(proxy: Proxy, status: int, missing: str = "") -> None:
+def assert_health(proxy: Proxy, status: int, missing: str = "") -> None:
     """Return once /healthz answers *status*, and names the *missing* directory or none."""
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -27,11 +27,11 @@ def test_a_missing_directory_of_manifests_is_in_healthz(node: Namespace, manifes
     manifests.rename(elsewhere)
     missing = f"directory {manifests} is missing, waiting for it"
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--hostname-override=node1") as proxy:
-        await_health(proxy, 503, missing)
+        assert_health(proxy, 503, missing)
         elsewhere.rename(manifests)
-        await_health(proxy, 200)
+        assert_health(proxy, 200)
         manifests.rename(elsewhere)
-        await_health(proxy, 200, missing)  # serves what it had
+        assert_health(proxy, 200, missing)  # serves what it had
         (manifests.parent / "third").mkdir()
         (manifests.parent / "third").rename(manifests)
-        await_health(proxy, 200)
+        assert_health(proxy, 200)

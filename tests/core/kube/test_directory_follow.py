@@ -480,23 +480,3 @@ def test_a_start_waits_for_no_file_that_is_whole_and_old(
     with followed(tmp_path) as state:
         state.wait(lambda s: s.store.complete)
         assert state.services == {"web": 80, "other": 80}
-
-
-def test_a_file_in_a_second_directory_is_read_again_after_a_moment(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Half of it is valid, too: the rest is written before the moment is over."""
-    monkeypatch.setattr(directory, "GRACE", 0.3 * patience())
-    new = tmp_path_factory.mktemp("new")
-    with open(new / "web.yaml", "w") as file:
-        file.write(text(service("web", port=81)))
-        file.flush()
-        written_just_now(new / "web.yaml")
-        tmp_path.rename(tmp_path.with_name("old"))
-        new.rename(tmp_path)
-        file.write(f"---\n{json.dumps(service('other'))}\n")
-        file.flush()
-        wait_past_everything(state, tmp_path)
-        assert state.services == {"web": 80}
-    state.wait(serving(web=81, other=80))
-    assert state.bad == []

@@ -36,7 +36,7 @@ def change(state: State, directory: Path) -> None:
 
 
 class Parser:
-    """Parses manifests, but those in `stuck` only to their middle."""
+    """Parses manifests, but does not finish large ones whose names are in `stuck`."""
 
     def __init__(self, fill: Callable[[Manifest, str, bytes], Iterator[None]]) -> None:
         self._fill = fill
@@ -46,7 +46,7 @@ class Parser:
     def fill(self, manifest: Manifest, name: str, data: bytes) -> Iterator[None]:
         self.begun.setdefault(name, threading.Event()).set()
         yield
-        while name in self.stuck:
+        while name in self.stuck and len(data) >= LARGE:
             yield
         yield from self._fill(manifest, name, data)
 
@@ -86,12 +86,14 @@ def test_others_are_used_while_a_large_file_is_parsed(
     state.wait(lambda s: s.bad)
     parser.stuck.clear()
     state.wait(serving(web=90, other=80, big=80))
+    assert len(state.bad) == 1
 
 
 def test_a_huge_file_delays_no_large_one(state: State, tmp_path: Path, parser: Parser) -> None:
     parser.stick(tmp_path / "huge.yaml", padded(HUGE, service("huge")))
     (tmp_path / "large.yaml").write_text(padded(LARGE, service("large")))
     state.wait(serving(web=80, other=80, large=80))
+    assert state.bad == []
 
 
 def test_objects_that_move_into_a_large_file_are_never_gone(
@@ -131,6 +133,7 @@ def test_a_removal_waits_for_large_files_only_as_long_as_they_exist(
     assert state.services == {"web": 80, "other": 80, "next": 83}
     (tmp_path / "big.yaml").unlink()
     state.wait(serving(next=83))
+    assert state.bad == []
 
 
 def test_a_removed_file_that_returns_meanwhile_was_never_gone(
@@ -153,9 +156,9 @@ def test_a_small_file_in_place_of_a_large_one_is_used_at_once(
 ) -> None:
     parser.stick(tmp_path / "big.yaml", padded(HUGE, service("big")))
     (tmp_path / "new").write_text(text(service("small")))
-    parser.stuck.clear()
     (tmp_path / "new").rename(tmp_path / "big.yaml")
     state.wait(lambda s: "small" in s.services)
+    assert state.bad == []
 
 
 def test_a_large_file_is_used_though_it_changes_faster_than_it_is_parsed(
@@ -201,5 +204,7 @@ def test_complete_waits_for_large_files(tmp_path: Path, parser: Parser) -> None:
 
 
 def test_a_stop_waits_for_no_large_file(tmp_path: Path, parser: Parser) -> None:
-    with followed(tmp_path):
-        parser.stick(tmp_path / "big.yaml", padded(HUGE))
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        parser.stick(tmp_path / "big.yaml", padded(HUGE, service("big")))
+    assert state.services == {}
