@@ -582,8 +582,8 @@ class DirectorySource:
                 self._being_written.discard(name)
         return written
 
-    def _renew(self) -> None:
-        """Find the directory, and read it if it is another one."""
+    def _renew(self) -> bool:
+        """Find the directory, and read it if it is another one. Return whether it is."""
         before = self._watch.directory
         self._watch.renew(self._links)
         if self._watch.directory is None:
@@ -599,6 +599,8 @@ class DirectorySource:
                 self._report_problem("")
             self._missing = self._announced = False
             self._scan()
+            return True
+        return False
 
     def _scan(self) -> None:
         """Read every manifest whose fingerprint differs from that of the last reading."""
@@ -615,6 +617,8 @@ class DirectorySource:
             self._watch.renew(links)
         for name in self._known.keys() - found.keys():
             self._look_later(name, _Why.VANISHED)
+        for name in self._held.keys() & found.keys():
+            self._forget_removal({}, name)
         self._being_written.clear()
         changed = {name for name, entry in found.items() if not self._is_known(entry)}
         self._awaited = changed | self._awaited & found.keys()
@@ -638,12 +642,13 @@ class DirectorySource:
 
     def _follow(self, hints: DirectoryChanges, changes: dict[str, Content]) -> None:
         """Read into *changes* every file that is complete, and schedule the others."""
-        if hints.directory:
-            self._renew()
-        elif hints.links:
-            self._watch.renew(self._links)
+        scanned = hints.directory and self._renew()
         if hints.everything:
             self._scan()
+        if scanned or hints.everything:
+            return  # the notices are older, perhaps of another directory
+        if hints.links:
+            self._watch.renew(self._links)
         moved = {notice.cookie: name for name, notice in hints.manifests if notice.mask & files.MOVED_TO}
         renamed: dict[str, str] = {}
         settled: dict[str, None] = {}

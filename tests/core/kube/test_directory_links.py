@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -237,6 +238,20 @@ def test_a_directory_removed_and_made_again(state: State, manifests: Path) -> No
         shutil.rmtree(manifests)
     write(manifests / "other.yaml", OTHER)
     state.wait(serving(other=80))
+    assert state.bad == []
+
+
+def test_a_directory_replaced_before_the_notices_about_it_are_read(state: State, manifests: Path) -> None:
+    write(manifests / "web.yaml", service("web"))
+    state.wait(serving(web=80))
+    with state.holding_up():
+        write(manifests / "web.yaml", service("web", port=81))
+        time.sleep(0.2)  # The source waits to deliver this; else it has nothing to mix up.
+        shutil.rmtree(manifests)
+        write(manifests / "web.yaml", service("web", port=82))
+        just_now = time.time() + 3600
+        os.utime(manifests / "web.yaml", (just_now, just_now))
+    state.wait(serving(web=82))
     assert state.bad == []
 
 
