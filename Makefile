@@ -5,25 +5,17 @@ VENV := .venv
 READY := $(VENV)/.ready
 # Programs of the system are not in every user's path.
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
-CHECKED := kproxy_core plugins bpf conformance tests examples
+CHECKED := kproxy_core plugins bpf conformance tests examples deploy/manual.py
 
-.PHONY: env deb demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb man demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
 packages:
 	@$(MISSING) env $(PYTHON)
 
-# Editable, as plain lines in a .pth file: no import hook, so the console script starts as fast as an installed one.
-$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile kproxy_core/__init__.py | packages
-	@echo "building $(VENV)"
-	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@printf '%s\n' "$(CURDIR)/plugins" "$(CURDIR)/bpf" \
-	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	    --config-settings editable_mode=compat --editable '.[all,test]' \
-	    --editable ./conformance
+$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv kproxy_core/__init__.py | packages
+	@tests/venv $(VENV) $(PYTHON)
 	@touch $@
 
 demo: env
@@ -59,6 +51,10 @@ faults: env
 # What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:
 	@$(MISSING) guest || true
+
+# The pages of the manual, docs/man, from the help of the commands.
+man: env
+	@$(VENV)/bin/python -m deploy.manual
 
 # dist/kproxy_VERSION_ARCHITECTURE.deb.
 deb: env

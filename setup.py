@@ -90,13 +90,14 @@ COMMANDS = {"build_py": Build, "sdist": SourceDistribution}
 
 if bdist_wheel is not None:
     class Wheel(bdist_wheel):
-        """Packs metadata and licence with the same modes, too."""
+        """Packs metadata, licence and manual with the same modes, too."""
 
         def write_wheelfile(self, wheelfile_base: str, *arguments: object, **options: object) -> None:
             super().write_wheelfile(wheelfile_base, *arguments, **options)  # the last before they are packed
-            reset_modes(wheelfile_base)
+            reset_modes(str(Path(wheelfile_base).parent))
 
     COMMANDS["bdist_wheel"] = Wheel
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", str(time_of_sources()))
-setup(cmdclass=COMMANDS)
+# The image is built without the manual.
+setup(cmdclass=COMMANDS, data_files=[("share/man/man8", sorted(map(str, Path("docs/man").glob("*.8"))))])

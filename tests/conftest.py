@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from kproxy_conformance.processes import owner
+from kproxy_conformance.processes import own_name, owner
 from tests import rights
 from tests.sweep import MARK, sweep
 
@@ -95,7 +95,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         if (mark := item.get_closest_marker("in_a_guest")) is not None:
             marked.setdefault(mark.kwargs["play"], []).append(item)
     with (
-        TemporaryDirectory(prefix=f"guests-{owner()}-") as base,
+        TemporaryDirectory(prefix=f"{own_name('guests')}-") as base,
         ThreadPoolExecutor(GUESTS_AT_A_TIME) as players,
     ):
         session.stash[GUESTS] = played = {}

@@ -40,6 +40,7 @@ REPORTED = 20.0
 """Seconds between two reports of progress."""
 
 _CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
+_CHECKED = (*_CODE, "deploy/manual.py")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"
@@ -102,8 +103,8 @@ def _without(*modules: str) -> list[str]:
 
 
 LINT = (
-    Lane("lint", (_program("ruff"), "check", *_CODE), is_program=True),
-    Lane("types", (_program("mypy"), *_CODE), is_program=True),
+    Lane("lint", (_program("ruff"), "check", *_CHECKED), is_program=True),
+    Lane("types", (_program("mypy"), *_CHECKED), is_program=True),
 )
 TEST = (
     *_parts("core", 4, "tests/core", *_without(*_NEIGHBOURS, _REPORT)),

@@ -1,4 +1,4 @@
-"""What tests need of the machine beyond Python. Each right is tried once, in the way in which tests use it.
+"""What tests need of the machine beyond Python. The demo, the ebpf mode and tests try a right alike, once.
 
 A test that needs one which the machine refuses is left out, and the lanes say how many a right costs. In CI
 it fails.
@@ -10,53 +10,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kproxy_conformance.network.rights import MissingRight
+from kproxy_conformance.network.rights import missing as missing_of_programs
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 CI = "CI" in os.environ
 """Every right is there, so that no hole opens unnoticed."""
-
-_TRIAL_TIMEOUT = 60.0
-"""Seconds for one trial."""
-
-
-def _command(*argv: str) -> str:
-    """Return why *argv* fails; "" if it succeeds."""
-    if shutil.which(argv[0]) is None:
-        return f"{argv[0]} is not installed"
-    try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-            timeout=_TRIAL_TIMEOUT)  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"{argv[0]} does not end"
-    lines = done.stderr.strip().splitlines() or [f"{argv[0]}: exit status {done.returncode}"]
-    return lines[-1] if done.returncode else ""
-
-
-def _bpf() -> str:
-    from kproxy_ebpf.kernel import bpf
-
-    try:
-        os.close(bpf.create_map("kproxy_test", bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)))
-    except OSError as error:
-        return error.strerror or str(error)
-    return _command("unshare", "--mount", "mount", "-t", "bpf", "bpf", "/mnt")
-
-
-_TRIALS: Mapping[str, Callable[[], str]] = {
-    "network namespaces": lambda: _command("unshare", "--net", "true"),
-    "mount namespaces": lambda: _command("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
-    "process namespaces": lambda: _command("unshare", "--pid", "--fork", "--mount-proc", "true"),
-    "user namespaces": lambda: _command("unshare", "--user", "--map-root-user", "--net", "true"),
-    "other users": lambda: _command("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true"),
-    "BPF": _bpf,
-}  # fmt: skip
-"""Return for each right why it is missing; "" if it is there."""
 
 
 def provide_run() -> None:
@@ -68,7 +31,11 @@ def provide_run() -> None:
 @functools.cache
 def missing(right: str) -> str:
     """Return why this process lacks *right*, "" if it has it."""
-    return _TRIALS[right]()
+    if right != "BPF":
+        return missing_of_programs(right)
+    from kproxy_ebpf.detect import refusal
+
+    return refusal() or missing_of_programs("BPF file systems")
 
 
 def require(*rights: str) -> None:

@@ -1,6 +1,7 @@
 """Remove what runs of the tests that were killed have left on this machine.
 
-Each thing is named with the process that made it (`owner`), and is touched only if that process has ended.
+Each thing is named with the process that made it (`own_name`), and is touched only if that process has ended.
+Directories that a run announces, with its logs or results, have other names, and are kept.
 """
 
 import ctypes
@@ -8,27 +9,33 @@ import os
 import re
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kproxy_conformance.processes import is_alive, owner
+from kproxy_conformance.processes import OF_THE_MACHINE, OWNER, is_alive, owner
 
 MARK = "KPROXY_TEST_RUN"
 """Environment variable of the processes that tests start: the `owner` of the run."""
 NAMESPACES = Path("/run/netns")
 
-_NAMESPACE = re.compile(r"(?:kptest-(\d+-\d+)|kpt-(\d+))-\d+(?:-.*)?")
-"""Names once had no start time."""
-_CGROUP = re.compile(r"(?:kproxy-test-(\d+-\d+)|kpt-(\d+-\d+)-\d+)")
-_MOUNT = re.compile(r"kpt-(\d+-\d+)")
-_DIRECTORY = re.compile(r"guests-(\d+-\d+)-.*")
-_OF_THE_MACHINE = "pid:[4026531836]"
-"""The first PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
+_NAME = re.compile(rf"kproxy-[a-z]+-of-({OWNER})(?:-.*)?")
+_ONCE = re.compile(r"(?:kptest|kpt)-(\d+-\d+)(?:-.*)?|(?:kpt|kb|kpb|kproxy-soak)-(\d+)(?:-.*)?")
+"""Names that earlier versions gave to namespaces and cgroups, the latter ones without a start time."""
+_EVIDENCE = "*.state"
+"""Files in directories that are kept: a scenario has failed, and its message names them."""
 _DETACH = 2
 """MNT_DETACH"""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def begin() -> None:
+    """Begin a run outside pytest: sweep, and mark the processes that it starts."""
+    if MARK not in os.environ:
+        os.environ[MARK] = owner()
+        sweep()
 
 
 def sweep() -> None:
@@ -37,24 +44,24 @@ def sweep() -> None:
     What this user may not touch is left, and all in another PID namespace: there, every process of the
     machine seems to have ended.
     """
-    if os.readlink("/proc/self/ns/pid") != _OF_THE_MACHINE or _is_guest():
+    if os.readlink("/proc/self/ns/pid") != OF_THE_MACHINE or _is_guest():
         return
     _end_processes()
     for source, point, kind in _mounts():
-        if kind == "bpf" and _is_left(_MOUNT, source):
+        if kind == "bpf" and _is_left(source):
             _libc.umount2(os.fsencode(point), _DETACH)
     for path in _listed(NAMESPACES):
-        if _is_left(_NAMESPACE, path.name):
+        if _is_left(path.name):
             _libc.umount2(os.fsencode(path), _DETACH)  # Killed early, it has not mounted one.
             with suppress(OSError):
                 path.unlink()
     for _, tree, kind in _mounts():
         if kind == "cgroup2":
             for path in _listed(Path(tree)):
-                if _is_left(_CGROUP, path.name):
+                if _is_left(path.name):
                     _remove_cgroup(path)
     for path in _listed(Path(tempfile.gettempdir())):
-        if _is_left(_DIRECTORY, path.name):
+        if _is_left(path.name, _NAME) and _is_ours(path) and not any(path.glob(_EVIDENCE)):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -63,9 +70,18 @@ def _is_guest() -> bool:
     return "User Mode Linux" in Path("/proc/cpuinfo").read_text(errors="replace")
 
 
-def _is_left(pattern: re.Pattern[str], name: str) -> bool:
+def _is_ours(path: Path) -> bool:
+    """Return whether *path* is a directory of this user: another one may have run the tests, too."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _is_left(name: str, *patterns: re.Pattern[str]) -> bool:
     """Return whether *name* is one of the tests', and the process that it names has ended."""
-    found = pattern.fullmatch(name)
+    found = next(filter(None, (pattern.fullmatch(name) for pattern in patterns or (_NAME, _ONCE))), None)
     return found is not None and not is_alive(next(filter(None, found.groups())))
 
 
@@ -87,7 +103,7 @@ def _mark(process: Path) -> str:
         name, _, value = entry.partition(b"=")
         if name == MARK.encode():
             text = value.decode(errors="replace")
-            return text if re.fullmatch(r"\d+-\d+", text) else ""
+            return text if re.fullmatch(OWNER, text) else ""
     return ""
 
 

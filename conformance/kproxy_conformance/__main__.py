@@ -23,6 +23,7 @@ from kproxy_conformance.drivers.kube_proxy import KubeProxyDriver
 from kproxy_conformance.network.addresses import FAMILIES
 from kproxy_conformance.network.cgroup import NodeCgroup
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.processes import own_name
 from kproxy_conformance.suite.scenario import SCENARIOS, Scenario, find
 from kproxy_conformance.suite.stage import FAILED, PASSED, SKIPPED, Result, Stage
 
@@ -66,7 +67,7 @@ def main() -> int:
         if missing := ", ".join(program for program in programs if shutil.which(program) is None):
             sys.exit(f"not found: {missing}; --command, --apiserver and --etcd say where they are")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    directory = options.workdir or Path(tempfile.mkdtemp(prefix="scenarios-"))
+    directory = options.workdir or Path(tempfile.mkdtemp(prefix=f"{own_name('scenarios')}-"))
     results = _play(options, scenarios, directory)
     tally = Counter(result.status for result in results)
     if options.report:

@@ -68,7 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _use_own_xtables_lock(config: pytest.Config) -> None:
     """Have legacy programs not wait for those of the machine."""
-    directory = tempfile.TemporaryDirectory(prefix="kproxy-kit-")
+    from kproxy_conformance.processes import own_name
+
+    directory = tempfile.TemporaryDirectory(prefix=f"{own_name('kit')}-")
     patch = pytest.MonkeyPatch()
     patch.setenv("XTABLES_LOCKFILE", f"{directory.name}/xtables.lock")
     config.add_cleanup(patch.undo)

@@ -18,6 +18,7 @@ from kproxy_conformance.drivers.backend import BackendDriver
 from kproxy_conformance.drivers.driver import Driver
 from kproxy_conformance.drivers.kproxy import KPROXY, KproxyDriver, ThroughApiDriver
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.processes import own_name
 from kproxy_conformance.suite.scenario import BACKEND, Scenario, find
 from kproxy_conformance.suite.stage import FAILED, SKIPPED, Stage
 from kproxy_core.model.address import Family
@@ -64,7 +65,7 @@ The backend announces: {result.announced}. If that is why, say so in kproxy_not_
     def _stage(self) -> Stage:
         stages = self.session.stash.setdefault(_STAGES, {})
         if self._driver not in stages:
-            directory = Path(tempfile.mkdtemp(prefix="kproxy-scenarios-"))
+            directory = Path(tempfile.mkdtemp(prefix=f"{own_name('scenarios')}-"))
             stage = stages[self._driver] = Stage(self._make_driver, directory, self._wanted.cgroup)
             self.config.add_cleanup(partial(self._remove, directory))
             self.config.add_cleanup(stage.close)

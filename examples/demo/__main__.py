@@ -4,6 +4,7 @@
 every check passed.
 """
 
+import os
 import shutil
 import signal
 import sys
@@ -201,6 +202,9 @@ def main() -> int:
     except (SandboxError, ProxyFailed) as error:
         terminal.error(f"demo: {error}")
         return 1
+    except BrokenPipeError:  # as in `make demo | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

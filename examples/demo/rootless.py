@@ -25,6 +25,7 @@ from examples.demo.sandbox import SandboxError
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
 from kproxy_conformance.network.dialing import wait_until
+from kproxy_conformance.processes import own_name
 
 LISTEN = "127.0.0.1"
 LEAVING = "web-b"
@@ -231,7 +232,7 @@ def demo(missing: str) -> int:
     terminal.aside(f"No network namespaces can be made here ({missing}).\n"
                    "The pods are servers on this machine, and kproxy relays to them without a rule.\n"
                    "For the whole demo: CAP_SYS_ADMIN and CAP_NET_ADMIN, or unshare -Urnm make demo")
-    with TemporaryDirectory(prefix="kproxy-demo-") as directory:
+    with TemporaryDirectory(prefix=f"{own_name('demo')}-") as directory:
         manifests = Path(directory, "shop")
         shop.write(manifests)
         healthz, metrics = free_ports(2)

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Protocol
 
+from kproxy_conformance.network.rights import missing
+
 INSIDE = "--inside-the-sandbox"
 _ISOLATED = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -25,11 +27,8 @@ def obstacle() -> str:
     """Return why no sandbox can be made here; "" if one can. A container's root often may not make one."""
     if INSIDE in sys.argv:
         return ""
-    try:
-        done = subprocess.run([*_ISOLATED, "true"], capture_output=True, text=True, check=False)
-    except OSError as error:
-        return f"{_ISOLATED[0]}: {error.strerror}"
-    return done.stderr.strip() or "unshare failed" if done.returncode else ""
+    needed = ("network namespaces", "mount namespaces", "process namespaces")
+    return next((f"{right}: {reason}" for right in needed if (reason := missing(right))), "")
 
 
 def enter(module: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kproxy_core import __version__
 from kproxy_core.app import preparation
 from kproxy_core.app.control import ControlServer
-from kproxy_core.app.errors import NoAnswer, RequestRefused, RestartNeeded
+from kproxy_core.app.errors import Misused, NoAnswer, RequestRefused, RestartNeeded
 from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.app.notify import Heartbeat, ServiceManager
 from kproxy_core.app.requests import (
@@ -37,7 +37,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config, effective, effective_flags
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.registry import Registry
+from kproxy_core.contract.registry import Registry, UnknownMode
 from kproxy_core.contract.values import Fallback
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process, programs
@@ -301,7 +301,7 @@ class _Proxy:
         if fallback is not None:
             self._fell_back(fallback)
         self._limits = preparation.limits(config)
-        self._privileged = "CAP_NET_ADMIN" in process.held()
+        self._privileged = "CAP_NET_ADMIN" in process.network_privileges()
         if not self._privileged:
             log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
@@ -446,10 +446,12 @@ class _Proxy:
         try:
             match request:
                 case Switch(mode=mode):
+                    self._registry.check_mode(mode)
                     self._desired.switch_by_hand(mode, report_progress)
                     return {"mode": self._switch.instance.mode, "configured": self._switch.configured,
                             "label": self._desired.named_by}
                 case Compare(mode=mode):
+                    self._registry.check_mode(mode)
                     self._desired.permit(mode)
                     return self._answers().compare(request)
                 case Explain():
@@ -466,6 +468,10 @@ class _Proxy:
                     return self._overview().condition()
                 case Top():
                     return {"status": self._overview().status(), **self._overview().services(request)}
+        except Misused:
+            raise
+        except UnknownMode as error:
+            raise Misused(str(error)) from error
         except (BackendError, NoAnswer, SwitchFailed) as error:
             raise RequestRefused(str(error)) from error
 

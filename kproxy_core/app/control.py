@@ -25,7 +25,7 @@ import msgspec
 
 from kproxy_core import __version__
 from kproxy_core.app import requests
-from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.errors import Misused, NoProxy, RequestRefused
 from kproxy_core.app.requests import Answer, Request
 from kproxy_core.linux import process
 from kproxy_core.observe.logs import printable, printable_json
@@ -203,7 +203,8 @@ class ControlServer:
         try:
             answer = {"ok": True, **self._handler(requests.parse(given), report_progress)}
         except RequestRefused as error:
-            answer = {"ok": False, "problem": str(error)}
+            mistake = {"mistake": True} if isinstance(error, Misused) else {}
+            answer = {"ok": False, "problem": str(error), **mistake}
         except Exception as error:
             log.exception("control request failed unexpectedly")
             answer = {"ok": False, "problem": repr(error)}
@@ -228,7 +229,8 @@ def send_request(request: Request, report_progress: "ReportProgress" = lambda li
                     elif answer["ok"]:
                         return _checked(request, answer)
                     else:
-                        raise RequestRefused(printable(str(answer["problem"])))
+                        kind = Misused if answer.get("mistake") is True else RequestRefused
+                        raise kind(printable(str(answer["problem"])))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestRefused(f"the proxy's answer is malformed: {error!r}") from error
         except OSError as error:

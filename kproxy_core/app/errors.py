@@ -9,6 +9,10 @@ class RequestRefused(Exception):
     """A request that was not fulfilled."""
 
 
+class Misused(NoAnswer, RequestRefused):
+    """A question or request that is wrong in itself, whatever the state of the node: the caller's mistake."""
+
+
 class NoProxy(Exception):
     """No proxy that can be trusted runs in this network namespace."""
 

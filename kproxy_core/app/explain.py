@@ -2,12 +2,12 @@
 
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from kproxy_core.app.errors import NoAnswer
+from kproxy_core.app.errors import Misused, NoAnswer
 from kproxy_core.contract.values import Caveat, KernelObject, KernelSide, Question
 from kproxy_core.kube.forward import NAMESPACE as FORWARDS
 from kproxy_core.model.address import (
@@ -49,16 +49,26 @@ class ServiceTarget(NamedTuple):
     """"": any"""
     name: str
     port: str | None
-    """Name of the port; None: every port."""
+    """Name or number of the port; None: every port."""
+    protocol: Protocol | None = None
+    """None: any."""
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
+    @property
+    def words(self) -> str:
+        """The target as `parse_target` reads it."""
+        port = "" if self.port is None else f":{self.port}"
+        return f"{self}{port}{f'/{self.protocol.name}' if self.protocol else ''}"
+
     def is_of(self, key: ServicePortKey) -> bool:
         return self.name == key.name and self.namespace in ("", key.namespace)
 
-    def means(self, key: ServicePortKey) -> bool:
-        return self.is_of(key) and self.port in (None, key.port_name)
+    def means(self, key: ServicePortKey, number: int) -> bool:
+        """Return whether it means a service port, whose port has this *number*."""
+        return (self.is_of(key) and self.port in (None, key.port_name, str(number))
+                and self.protocol in (None, key.protocol))
 
 
 class AddressTarget(NamedTuple):
@@ -78,48 +88,58 @@ class Sender(NamedTuple):
 
 
 _SOCKET = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:/\[\]]+)):(?P<port>\d{1,5})(?:/(?P<protocol>\w+))?")
-_SERVICE = re.compile(r"(?:(?P<namespace>[A-Za-z0-9-]+)/)?(?P<name>[a-z0-9-]+)(?::(?P<port>[a-z0-9.-]*))?")
-_FORMS = "ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]"
+_SERVICE = re.compile(
+    r"(?:(?P<namespace>[A-Za-z0-9-]+)/)?(?P<name>[a-z0-9-]+)"
+    r"(?::(?P<port>[a-z0-9.-]*)(?:/(?P<protocol>\w+))?)?")
+FORMS = "ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]]"
+"""Of a target. The PORT of a Service is its name or its number."""
 
 
 def parse_target(text: str) -> Target:
-    """Return the target that *text* names. Raises NoAnswer."""
+    """Return the target that *text* names. Raises Misused."""
     with suppress(ValueError):
         return AddressTarget(parse_address(text.strip("[]")))
+    service = _SERVICE.fullmatch(text)
+    if service and service["name"] != "node":
+        port_name, protocol = service["port"], service["protocol"]
+        return ServiceTarget(service["namespace"] or "", service["name"], port_name,
+                             _protocol(text, protocol) if protocol else None)
     if found := _SOCKET.fullmatch(text):
-        protocol = (found["protocol"] or "tcp").upper()
-        if protocol not in Protocol.__members__:
-            raise NoAnswer(f"{text!r}: protocol {found['protocol']!r} is not tcp, udp or sctp")
+        protocol = _protocol(text, found["protocol"] or "tcp")
         port = int(found["port"])
         if not 0 < port < 65536:
-            raise NoAnswer(f"{text!r}: {port} is not a port")
+            raise Misused(f"{text!r}: {port} is not a port")
         host = found["v6"] or found["host"]
         try:
             address = None if host == "node" else parse_address(host)
         except ValueError as error:
-            raise NoAnswer(f"{error}; a target is {_FORMS}") from error
-        return Frontend(address, Protocol[protocol], port)
-    if found := _SERVICE.fullmatch(text):
-        return ServiceTarget(found["namespace"] or "", found["name"], found["port"])
-    raise NoAnswer(f"{text!r} is not a target: give {_FORMS}")
+            raise Misused(f"{error}; a target is {FORMS}") from error
+        return Frontend(address, protocol, port)
+    raise Misused(f"{text!r} is not a target: give {FORMS}")
+
+
+def _protocol(text: str, name: str) -> Protocol:
+    if name.upper() not in Protocol.__members__:
+        raise Misused(f"{text!r}: protocol {name!r} is not tcp, udp or sctp")
+    return Protocol[name.upper()]
 
 
 def parse_sender(text: str, origin: str = "") -> Sender:
     """Return the sender that *text* names: ``pod``, ``node``, ``outside``, an address, or "" for all three.
 
-    *origin* overrides what an address tells about its side. Raises NoAnswer.
+    *origin* overrides what an address tells about its side. Raises Misused.
     """
     sides = {side.value: side for side in Origin}
     if origin and origin not in sides:
-        raise NoAnswer(f"{origin!r} is not one of {', '.join(sides)}")
+        raise Misused(f"{origin!r} is not one of {', '.join(sides)}")
     if not text or text in sides:
         if text and origin and text != origin:
-            raise NoAnswer(f"the sender can't be both {text} and {origin}")
+            raise Misused(f"the sender can't be both {text} and {origin}")
         return Sender(sides.get(text or origin))
     try:
         return Sender(sides.get(origin), parse_address(text))
     except ValueError as error:
-        raise NoAnswer(f"{error}; a sender is an address, pod, node or outside") from error
+        raise Misused(f"{error}; a sender is an address, pod, node or outside") from error
 
 
 # From a request to packets: the frontends that it means, and the senders.
@@ -138,6 +158,9 @@ class ReadablePlans(typing.Protocol):
 
     @property
     def unserved(self) -> Mapping[ServicePortKey, str]: ...
+
+    @property
+    def pending(self) -> Mapping[ServicePortKey, ServicePlan | None]: ...
 
     @property
     def now(self) -> float: ...
@@ -248,8 +271,7 @@ def _frontends(
     plans: ReadablePlans, target: Target, mode: NodePortsOnLoopback
 ) -> Sequence[Frontend]:
     if isinstance(target, ServiceTarget):
-        keys = sorted(filter(target.means, plans.plans))
-        return [frontend for key in keys for frontend in plans.plans[key].frontends()]
+        return [frontend for key in meant_by(target, plans) for frontend in plans.plans[key].frontends()]
     if target.address is not None and family_of(target.address) is not plans.node.family:
         return []
     if isinstance(target, AddressTarget):
@@ -259,6 +281,11 @@ def _frontends(
         target.address is not None and is_loopback(target.address)
         and _is_served_on_loopback(plans.node, target.address, target.protocol, mode))
     return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
+
+
+def meant_by(target: ServiceTarget, plans: ReadablePlans) -> list[ServicePortKey]:
+    """Return the service ports that *target* means, in order."""
+    return sorted(key for key, plan in plans.plans.items() if target.means(key, plan.port))
 
 
 def _is_served_on_loopback(
@@ -334,7 +361,8 @@ def _near(plans: ReadablePlans, packet: Packet) -> tuple[str, bool]:
 def why_no_packet(plans: Mapping[Family, ReadablePlans], target: Target, sender: Sender) -> str:
     """Return the reason why no packet of *sender* to *target* can be meant, with near names."""
     if isinstance(target, ServiceTarget):
-        return _no_service({key for of_family in plans.values() for key in of_family.plans}, target)
+        ports = {key: plan.port for of_family in plans.values() for key, plan in of_family.plans.items()}
+        return _no_service(ports, target)
     if isinstance(target, AddressTarget) and family_of(target.address) in plans:
         return f"no Service has a frontend at {format_address(target.address)}; ask about one of its ports"
     if target.address is None:
@@ -348,20 +376,26 @@ def why_no_packet(plans: Mapping[Family, ReadablePlans], target: Target, sender:
     return f"{family_of(target.address).label} is not served on this node"
 
 
-def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
-    own = [key for key in keys if target.is_of(key)]
-    if own and not any(map(target.means, own)):
-        ports = ", ".join(sorted({repr(key.port_name) for key in own}))
-        return f"Service {target} has no port {target.port!r}, but {ports}"
+def _no_service(ports: Mapping[ServicePortKey, int], target: ServiceTarget) -> str:
+    """Return why none of *ports*, which are all with their numbers, is meant by *target*."""
+    own = [key for key in ports if target.is_of(key)]
+    if own and not any(target.means(key, ports[key]) for key in own):
+        found = ", ".join(sorted({_described(key, ports[key]) for key in own}))
+        return f"Service {target} has no port {target.words.partition(':')[2]!r}, but {found}"
     if own:
         return f"Service {target} has no frontend that this sender could dial in its IP family"
-    known = {str(key.service): key for key in keys}
-    similar = get_close_matches(target.name, {key.name for key in keys}, n=5, cutoff=0.5)
+    known = {str(key.service): key for key in ports}
+    similar = get_close_matches(target.name, {key.name for key in ports}, n=5, cutoff=0.5)
     near = [name for text in similar for name in sorted(
         (name for name, key in known.items() if key.name == text),
         key=lambda name: (known[name].namespace != target.namespace, name))]
     hint = f"; near names: {', '.join(near[:5])}" if near else ""
     return f"no Service {target} with a ClusterIP is known here ({len(known)} are){hint}"
+
+
+def _described(key: ServicePortKey, number: int) -> str:
+    port = f"{number}/{key.protocol.name}"
+    return f"{key.port_name!r} ({port})" if key.port_name else port
 
 
 # Node ports on loopback, which relays serve and no rule.
@@ -631,10 +665,12 @@ def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[
 
 def stale(frontends: Iterable[Frontend], plans: ReadablePlans) -> Iterator[Json]:
     """Yield the *frontends* in the kernel that no Service wants."""
+    pending = {frontend for plan in plans.pending.values() if plan for frontend in plan.frontends()}
     for frontend in sorted(set(frontends), key=str):
         address, protocol, port = frontend
         # A frontend with an address may stand for a node port there.
-        if not plans.owner(frontend) and not plans.owner(Frontend(None, protocol, port)):
+        meant = frontend, Frontend(None, protocol, port)
+        if not any(plans.owner(each) or each in pending for each in meant):
             where = f"node port {port}" if address is None else format_socket(address, port)
             yield {
                 "kind": "stale", "frontend": f"{where}/{protocol.name}", "service_port": "",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from msgspec import Meta, Struct, ValidationError, convert, field
 
 from kproxy_core import __version__
-from kproxy_core.app.errors import RequestRefused
+from kproxy_core.app.errors import Misused, RequestRefused
 
 Answer = Mapping[str, Any]
 """The fields of an answer, as JSON has them."""
@@ -48,7 +48,7 @@ class Explain(_Request, frozen=True, kw_only=True, tag="explain"):
     answer_fields = ("mode", "packets")
 
     to: str
-    """ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]."""
+    """ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]]."""
     sender: str = field(default="", name="from")
     """An address, ``pod``, ``node`` or ``outside``; "": one of each."""
     origin: str = ""
@@ -67,7 +67,7 @@ class Targets(_Request, frozen=True, kw_only=True, tag="targets"):
     answer_fields = ("mode", "targets")
 
     service: str = ""
-    """[NAMESPACE/]NAME[:PORT NAME]; "": all."""
+    """[NAMESPACE/]SERVICE[:PORT[/PROTOCOL]]; "": all."""
 
 
 class Report(_Request, frozen=True, kw_only=True, tag="report"):
@@ -121,11 +121,11 @@ def parse(given: Mapping[str, Any]) -> Request:
 
 
 def parse_texts(kind: type[_T], given: Mapping[str, str]) -> _T:
-    """Return the request of this *kind* with the fields *given* as text. Raises as `parse`."""
+    """Return the request of this *kind* with the fields *given* as text. Raises Misused."""
     try:
         return convert(given, kind, strict=False)
     except ValidationError as error:
-        raise RequestRefused(_problem(kind.__struct_config__.tag, error)) from error
+        raise Misused(_problem(kind.__struct_config__.tag, error)) from error
 
 
 def _problem(name: object, error: ValidationError) -> str:

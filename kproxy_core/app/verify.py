@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kproxy_core.app.errors import NoAnswer
+from kproxy_core.app.errors import Misused, NoAnswer
 from kproxy_core.app.explain import (
     Case,
     Json,
@@ -13,6 +13,7 @@ from kproxy_core.app.explain import (
     Sender,
     ServiceTarget,
     decide_case,
+    meant_by,
     packet_to,
     parse_target,
     why_no_packet,
@@ -42,11 +43,11 @@ class Attempt(NamedTuple):
 def targets(plans: Mapping[Family, ReadablePlans], service: str) -> list[Case]:
     """Return a packet of the node to each TCP frontend; only of *service*, if that is given.
 
-    *service* is ``[NAMESPACE/]NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
+    *service* is ``[NAMESPACE/]SERVICE[:PORT[/PROTOCOL]]``. Raises NoAnswer without any frontend, and Misused.
     """
     wanted = parse_target(service) if service else None
     if wanted is not None and not isinstance(wanted, ServiceTarget):
-        raise NoAnswer(f"{service!r} is not [NAMESPACE/]SERVICE[:PORT NAME]")
+        raise Misused(f"{service!r} is not [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]]")
     found = [case for of_family in plans.values() for case in _targets(of_family, wanted)]
     if not found:
         problem = why_no_packet(plans, wanted, Sender()) if wanted else "no Service has a TCP frontend here"
@@ -55,7 +56,7 @@ def targets(plans: Mapping[Family, ReadablePlans], service: str) -> list[Case]:
 
 
 def _targets(plans: ReadablePlans, wanted: ServiceTarget | None) -> Iterator[Case]:
-    keys = plans.plans if wanted is None else filter(wanted.means, plans.plans)
+    keys = plans.plans if wanted is None else meant_by(wanted, plans)
     for key in sorted(key for key in keys if key.protocol is Protocol.TCP):
         for frontend in plans.plans[key].frontends():
             packet = packet_to(frontend, Origin.NODE, plans.node)

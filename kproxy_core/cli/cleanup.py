@@ -1,32 +1,34 @@
 """``kproxy --cleanup``: the removal of all rules."""
 
-import json
 from collections.abc import Iterator
 
 import click
 
 from kproxy_core.cli.run import cli_errors, warn_of_broken
-from kproxy_core.cli.terminal import bad, is_terminal, show, strong
+from kproxy_core.cli.terminal import bad, encoded, is_terminal, show, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Leftovers
+from kproxy_core.linux import process
 from kproxy_core.modes.settings import Configuration, served_families, settings_of_modes
 from kproxy_core.sync.resets import clean_up_resets
 
 
-def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
+def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, output: str) -> None:
     """Remove the leftovers of all modes but *spared*. Raises ClickException at the end if some remain."""
+    if "CAP_NET_ADMIN" not in process.network_privileges():
+        raise click.ClickException("permission denied, run as root or with CAP_NET_ADMIN")
     with cli_errors():
         configuration = Configuration.read(flags)
         registry = Registry(plugins=configuration.asked.kproxy.plugins)
     results = []
     for left in _cleaned(registry, configuration, spared, dry_run=dry_run, own_only=own_only):
         results.append(left)
-        if not as_json:
+        if output == "text":
             _show(left, dry_run)
-    if as_json:
+    if output != "text":
         modes = [{"mode": left.mode, "removed": left.removed, "errors": left.errors} for left in results]
-        click.echo(json.dumps({"dry_run": dry_run, "modes": modes}, indent=2))
+        click.echo(encoded({"dry_run": dry_run, "modes": modes}, output))
     elif is_terminal():
         counts = ", ".join(f"{left.mode} {len(left.removed)}" for left in results)
         would = "would be " if dry_run else ""

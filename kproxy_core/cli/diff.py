@@ -7,12 +7,12 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import Diff
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 
-SAME, DIFFERENT, UNCLEAR = 0, 1, 2
+SAME, DIFFERENT = 0, 1
 """Exit status."""
 
 Found = Mapping[str, Any]
@@ -34,10 +34,7 @@ def compare(flags: Flags) -> Found:
 
 
 def status_of(found: Found) -> int:
-    kinds = {difference["kind"] for difference in found["differences"]}
-    if not kinds:
-        return SAME
-    return UNCLEAR if kinds == {"unclear"} else DIFFERENT
+    return DIFFERENT if found["differences"] else SAME
 
 
 def as_text(found: Found) -> str:
@@ -56,17 +53,18 @@ def _line(difference: Mapping[str, Any]) -> str:
 
 
 @click.command("diff", cls=FlagCommand)
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(output: str, **options: Any) -> int:
     """Compare what the kernel does with packets to what it should do.
 
-    Nothing is written. Exit status: 0 if they agree, 1 if they differ, 2 if that is unclear.
+    Nothing is written. Exit status: 0 if they agree, 1 if they differ or that is unclear.
 
     The running proxy compares. With --manifests, --kubeconfig, --master or --config, this process does, for
     those objects; a kube-proxy in the same mode may have written the rules.
     """
-    with cli_errors(UNCLEAR):
+    with cli_errors():
         found = compare(given(options))
     show_answer(found, output, as_text)
     return status_of(found)

@@ -10,7 +10,7 @@ from kproxy_core.app.control import send_request
 from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
@@ -115,8 +115,9 @@ def _finding(finding: Mapping[str, Any]) -> Iterator[str]:
 
 
 @click.command("doctor", cls=FlagCommand)
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(output: str, **options: Any) -> int:
     """Find what on this node hurts Services.
 

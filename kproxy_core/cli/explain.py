@@ -9,7 +9,7 @@ import click
 from kproxy_core.app.control import send_request
 from kproxy_core.app.errors import NoProxy
 from kproxy_core.app.requests import Explain
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer, strong
 from kproxy_core.config.flags import RULES, SOURCES, Flags
@@ -130,16 +130,18 @@ def _line(label: str, text: str) -> str:
 @click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
 @click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
 @click.option("--report", metavar="FILE", help="Answer from an archive that `kproxy report` wrote.")
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(
     words: tuple[str, ...], sender: str | None, origin: str | None, report: str | None, output: str,
     **options: Any,
 ) -> None:
     """Explain what happens to packets to a Service, and why.
 
-    TO is ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]. FROM is an
-    address, pod, node or outside. Without FROM, the answer has one sender of each kind.
+    TO is ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]], with the
+    name or the number of a Service's port. FROM is an address, pod, node or outside. Without FROM, the answer
+    has one sender of each kind.
 
     The running proxy answers, and reads the kernel. With --manifests, --kubeconfig, --master or --config, the
     answer is about those objects, and shows the rules that a proxy would write.

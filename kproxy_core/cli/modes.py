@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 import click
 from msgspec import structs
 
-from kproxy_core.cli.options import FlagCommand, given, with_flags
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode, given, with_flags
 from kproxy_core.cli.run import cli_errors, warn_of_broken
-from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, show, strong
+from kproxy_core.cli.terminal import bad, encoded, good, hint, is_terminal, show, strong
 from kproxy_core.config.flags import RULES
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.errors import InvalidOption, Unsupported
@@ -117,15 +118,30 @@ class DescribedMode:
                 structs.asdict(requirement) for requirement in self.detection.requirements]
         return document
 
-    def __str__(self) -> str:
-        lines = [f"{self.description.mode:<12} {self.description.summary}"]
-        if self.detection is not None:
-            guessed = any(requirement.guessed for requirement in self.detection.requirements)
-            usable = "usable" if self.detection.usable else "not usable here"
-            lines.append(f"  {usable}{', as far as can be told without trying' if guessed else ''}")
-            for requirement in self.detection.requirements:
-                lines += _lines(requirement, str, str)
-        return "\n".join(lines)
+    def summary(self) -> str:
+        """Return its name and what it is, or if it was probed, whether it is usable and why not."""
+        name = f"{self.description.mode:<12}"
+        if self.detection is None:
+            return f"{name} {self.description.summary}"
+        if missing := self._missing():
+            return f"{name} {bad('not usable')}  {missing.what}: {missing.found}"
+        guessed = any(requirement.guessed for requirement in self.detection.requirements)
+        return f"{name} {good('usable')}{', as far as can be told without trying' if guessed else ''}"
+
+    def remedy(self) -> str:
+        """Return the remedy of the first requirement that is missing; "" if none is, or it has none."""
+        missing = self._missing()
+        return missing.remedy if missing else ""
+
+    def _missing(self) -> Requirement | None:
+        found = self.detection.requirements if self.detection is not None else ()
+        return next((requirement for requirement in found if not requirement.met), None)
+
+    def details(self) -> Iterator[str]:
+        """Yield lines about every requirement."""
+        yield strong(self.description.mode)
+        for requirement in self.detection.requirements if self.detection is not None else ():
+            yield from _lines(requirement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,46 +167,30 @@ class Report:
             document["serving"] = self.serving
         return document
 
-    def __str__(self) -> str:
-        machine = ["machine", *(f"  {what}: {found}" for what, found in self.machine.items())]
-        serving = [f"a proxy started like this would serve in mode {self.serving}"] if self.serving else []
-        return "\n".join([*(machine if self.machine else ()), *map(str, self.modes), *serving])
+    def text(self, *, verbose: bool) -> str:
+        """Return the answer in the first line, then a line for each mode; if *verbose*, all findings, too.
+
+        If no mode serves, the lines have what helps.
+        """
+        lines = []
+        if self.machine:
+            would = "a proxy started like this would"
+            lines.append(f"{would} serve in mode {good(self.serving)}" if self.serving
+                         else bad(f"{would} not serve: no mode that it may use works here"))
+        for mode in self.modes:
+            lines.append(mode.summary())
+            if self.machine and not self.serving and (remedy := mode.remedy()):
+                lines.append(f"{'':<12} {hint(remedy)}")
+        if self.machine and verbose:
+            lines += ["", strong("machine"), *(f"  {what}: {found}" for what, found in self.machine.items())]
+            for mode in self.modes:
+                lines += ["", *mode.details()]
+        return "\n".join(lines)
 
 
-def formatted(report: Report, output: str) -> str:
-    """Return *report* as *output*: json, yaml, or text, which on a terminal is a table."""
-    if output == "json":
-        import json
-
-        return json.dumps(report.as_document(), indent=2)
-    if output == "yaml":
-        import yaml
-
-        return str(yaml.safe_dump(report.as_document(), sort_keys=False, allow_unicode=True)).rstrip()
-    return _table(report) if report.machine and is_terminal() else str(report)
-
-
-def _table(report: Report) -> str:
-    """Return the machine's facts, a table of modes, and the requirements that are missing or only guessed."""
-    width = max(map(len, report.machine))
-    lines = [f"{faint(what.ljust(width))}  {found}" for what, found in report.machine.items()]
-    lines += ["", strong(f"{'MODE':<12} {'WORKS':<7} {'MET':>7}  MISSING")]
-    found = [mode.detection for mode in report.modes if mode.detection is not None]
-    for detection in found:
-        missing = [r.what for r in detection.requirements if not r.met]
-        works = bad("no".ljust(7)) if missing else good("yes".ljust(7))
-        met = f"{len(detection.requirements) - len(missing)}/{len(detection.requirements)}"
-        lines.append(f"{detection.mode:<12} {works} {met:>7}  {', '.join(missing)}".rstrip())
-    for detection in found:
-        doubtful = [r for r in detection.requirements if not r.met or r.guessed]
-        if doubtful:
-            lines += ["", strong(detection.mode)]
-        for requirement in doubtful:
-            lines += _lines(requirement, hint if requirement.met else bad, hint)
-    serving = report.serving
-    lines += ["", f"a proxy started like this would serve in mode {good(serving)}" if serving
-              else bad("a proxy started like this would not serve")]
-    return "\n".join(lines)
+def formatted(report: Report, output: str, *, verbose: bool = False) -> str:
+    """Return *report* as *output*: json, yaml, or text, which has every finding only if *verbose*."""
+    return report.text(verbose=verbose) if output == "text" else encoded(report.as_document(), output)
 
 
 def describe(registry: Registry, mode: str) -> Report:
@@ -205,14 +205,22 @@ def _descriptions(registry: Registry, mode: str) -> list[Description]:
     return [registry.load(mode)] if mode else registry.load_all()
 
 
-def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
+def find_out(
+    registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool,
+    report_progress: Callable[[str], None] = lambda text: None,
+) -> Report:
     """Describe modes as `describe` does, and probe them. Changes nothing; *load_modules* may load modules.
 
+    Calls *report_progress* with each step, and at the end with "".
     Raises UnknownMode, PluginRefused or ConfigError.
     """
     families = served_families()
     known = _descriptions(registry, mode)
-    detections = [_look(registry, each.mode, configuration, families, load_modules) for each in known]
+    detections = []
+    for each in known:
+        report_progress(f"trying mode {each.mode}")
+        detections.append(_look(registry, each.mode, configuration, families, load_modules))
+    report_progress("")
     works = [found.mode for found in detections if found.usable]
     # A proxy does not start if the mode that it chooses has invalid options.
     ends = [found.mode for found in detections if any(r.what == _OPTIONS for r in found.requirements)]
@@ -222,6 +230,12 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     first = next((candidate for candidate in asked if candidate in (*works, *ends)), "")
     described = tuple(map(DescribedMode, known, detections))
     return Report(dict(facts(families)), described, first if first in works else "")
+
+
+def _progress(text: str) -> None:
+    """Replace the last line of a terminal by *text*. Elsewhere, print nothing."""
+    if is_terminal() and sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def _look(
@@ -261,23 +275,24 @@ def _detection(
         return Detection((Requirement("an answer from the plugin", False, str(error)),), config.mode)
 
 
-def _lines(
-    requirement: Requirement, styled: Callable[[str], str], styled_remedy: Callable[[str], str]
-) -> Iterator[str]:
+def _lines(requirement: Requirement) -> Iterator[str]:
+    styled = bad if not requirement.met else hint if requirement.guessed else str
     verdict = ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
     yield f"  {styled(verdict.ljust(8))} {requirement.what}: {requirement.found}"
     if requirement.remedy:
-        yield textwrap.indent(styled_remedy(requirement.remedy), " " * 11)
+        yield textwrap.indent(hint(requirement.remedy), " " * 11)
 
 
 @click.command("modes", cls=FlagCommand)
-@click.argument("only", metavar="[MODE]", default="")
+@click.argument("only", metavar="[MODE]", default="", shell_complete=complete_mode)
 @with_flags(RULES)
 @click.option("--probe", is_flag=True, help="Find out which modes work on this machine, and what is missing.")
 @click.option("--load-modules", is_flag=True, help="With --probe: load the kernel modules that a mode needs.")
-@click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
-              show_default=True, help="Output format.")
-def command(only: str, probe: bool, load_modules: bool, output: str, **options: Any) -> int:
+@click.option("-v", "--verbose", is_flag=True, help="With --probe: show every requirement, and the machine.")
+@OUTPUT
+def command(
+    only: str, probe: bool, load_modules: bool, verbose: bool, output: str, **options: Any
+) -> int:
     """List the installed modes, and find out which work here.
 
     The preferred mode is the first; with MODE, only that one is listed. Exit status of --probe: 0 if MODE, or
@@ -290,10 +305,13 @@ def command(only: str, probe: bool, load_modules: bool, output: str, **options: 
         configuration = Configuration.read(flags)
         registry = Registry(plugins=configuration.of("").kproxy.plugins)
         mode = only or flags.get("mode", "")
+        if configured := mode or configuration.mode:
+            registry.check_mode(configured)
         if probe:
-            report = find_out(registry, mode, configuration, load_modules=load_modules)
+            report = find_out(registry, mode, configuration, load_modules=load_modules,
+                              report_progress=_progress)
         else:
             report = describe(registry, mode)
-    show(formatted(report, output))
+    show(formatted(report, output, verbose=verbose))
     warn_of_broken(registry)
-    return 0 if report.works(mode or configuration.mode) else 1
+    return 0 if report.works(configured) else 1

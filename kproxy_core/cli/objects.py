@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kproxy_core.app.assembly import make_source, make_store
-from kproxy_core.cli.run import begin_access, prepare
+from kproxy_core.cli.run import Mistake, begin_access, prepare
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.calls import BackendInstance
@@ -54,7 +54,9 @@ def read_objects(
     flags: Flags, *, this_machine: bool, addresses: frozenset[Address] | None = None,
     families: tuple[Family, ...] = (),
 ) -> Iterator[Objects]:
-    """Yield the plans for the objects that *flags* name. Unusable objects are logged.
+    """Yield the plans for the objects that *flags* name.
+
+    Unusable objects are logged, and with `VERBOSE` all steps.
 
     The node's addresses are those of its Node object, or with *this_machine* those of this machine, or
     *addresses*. *families* are served instead of this machine's. Raises as `cli_errors` expects.
@@ -64,7 +66,7 @@ def read_objects(
     if not config.mode:
         config = configuration.of(conclude(configuration, registry, served_families()).mode)
     families = families or served_families()
-    logs.set_up(0, "text")
+    logs.set_up(config.verbosity if "v" in flags else logs.QUIET, "text")
     instance = registry.make_backend(config.mode, serving_settings(config, registry, families))
     try:
         settings = node_settings(config, registry.load(config.mode))
@@ -94,7 +96,7 @@ def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
-        raise StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
+        raise Mistake(f"--manifests: {config.kproxy.manifests}: there is no such directory")
     source = make_source(config, node_name, begin_access(config), lambda _: None)
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()

@@ -25,9 +25,14 @@ NORMAL = {
 }
 """Settings of every command's context."""
 
-TEXT_OR_JSON = click.option(
-    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True,
-    help="Output format.")
+FORMATS = click.Choice(["text", "json", "yaml"])
+
+OUTPUT = click.option(
+    "-o", "--output", type=FORMATS, default="text", show_default=True, help="Output format.")
+
+VERBOSE = click.option(
+    "-v", "--verbose", "v", flag_value="1", default=None, help="Also log the steps, to standard error.")
+"""The flag ``--v`` of the proxy, for commands that end by themselves."""
 
 OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
 """Flags that say where to read objects. With one of them, a command does not ask the running proxy."""
@@ -43,6 +48,25 @@ Rows = Iterable[tuple[str, str]]
 
 class FlagOption(click.Option):
     """The option of a flag."""
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        kind = {"FILE": "file", "DIR": "dir"}.get(self.metavar or "")
+        if kind is not None:
+            return [CompletionItem(incomplete, type=kind)]
+        return complete_mode(context, self, incomplete) if self.name == "mode" else []
+
+
+def complete_mode(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the installed modes that begin with *incomplete*."""
+    from click.shell_completion import CompletionItem
+
+    from kproxy_core.contract.registry import Registry
+
+    return [CompletionItem(mode) for mode in Registry().modes if mode.startswith(incomplete)]
 
 
 def with_flags(*groups: Sequence[Flag]) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ import click
 from kproxy_core.app.control import send_request
 from kproxy_core.app.errors import NoAnswer, NoProxy
 from kproxy_core.app.requests import Plans
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, OUTPUT, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
@@ -41,7 +41,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     from kproxy_core.model.address import format_address
     from kproxy_core.plan.removals import removals
 
-    if "CAP_NET_ADMIN" not in process.held():
+    if "CAP_NET_ADMIN" not in process.network_privileges():
         raise NoAnswer("CAP_NET_ADMIN is missing: it is needed to read what the kernel holds now")
     try:
         running = send_request(Plans())
@@ -107,9 +107,10 @@ def _ending(found: Found) -> Iterator[str]:
 
 @click.command("plan", cls=FlagCommand)
 @click.argument("objects", metavar="[DIR|KUBECONFIG]", default="")
-@click.option("-v", "--verbose", is_flag=True, help="Also print the transactions that would be written.")
+@click.option("-v", "--verbose", is_flag=True,
+              help="Also print the transactions that would be written, and log the steps.")
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(objects: str, verbose: bool, output: str, **options: Any) -> None:
     """Show what would change on this node if other objects were served.
 
@@ -118,6 +119,8 @@ def command(objects: str, verbose: bool, output: str, **options: Any) -> None:
     serves. With --mode, they would be served in that mode.
     """
     flags = with_objects(objects, given(options))
+    if verbose:
+        flags = Flags(flags, v="1")
     if not OBJECTS & set(flags):
         raise click.UsageError("give DIR, KUBECONFIG, --manifests, --kubeconfig, --master or --config")
     with cli_errors():

@@ -8,7 +8,7 @@ import click
 from msgspec.structs import replace
 
 from kproxy_core.cli.objects import read_objects
-from kproxy_core.cli.options import FlagCommand, given, with_flags
+from kproxy_core.cli.options import VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.config.flags import RULES, Flags
 from kproxy_core.contract.calls import BackendInstance
@@ -65,6 +65,7 @@ def _sorted(update: Update) -> Update:
 
 
 @click.command("render", cls=FlagCommand)
+@VERBOSE
 @with_flags(RULES)
 @click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only the rules of this IP family.")
 @click.option("--check", is_flag=True, help="Do not print the rules, but check that nft accepts them.")

@@ -21,9 +21,9 @@ import yaml
 from kproxy_core.app.control import send_request
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Diff, Report
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
-from kproxy_core.cli.run import cli_errors
-from kproxy_core.cli.terminal import formatted_answer
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
+from kproxy_core.cli.run import Mistake, cli_errors
+from kproxy_core.cli.terminal import encoded
 from kproxy_core.config.flags import RULES, SOURCES, Flags, version_told
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
@@ -135,7 +135,7 @@ def write(file: BinaryIO, found: Iterator[tuple[str, str]]) -> list[str]:
 def opened(path: str) -> Iterator[tuple[Flags, Json]]:
     """Yield flags for the objects in the archive at *path*, and its description of the node.
 
-    Raises ClickException if the archive cannot be used.
+    Raises Mistake if the archive cannot be used.
     """
     try:
         with tarfile.open(path) as archive, TemporaryDirectory(prefix="kproxy-report-") as directory:
@@ -152,7 +152,7 @@ def opened(path: str) -> Iterator[tuple[Flags, Json]]:
             ), node  # fmt: skip
     except (OSError, tarfile.TarError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0].rstrip(":")
-        raise click.ClickException(f"{path}: not a report of kproxy with objects: {reason}") from error
+        raise Mistake(f"{path}: not a report of kproxy with objects: {reason}") from error
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
@@ -251,8 +251,9 @@ def _sysctls() -> Iterator[str]:
 
 @click.command("report", cls=FlagCommand)
 @click.argument("file", metavar="[FILE]", default="")
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(file: str, output: str, **options: Any) -> None:
     """Write an archive for a bug report.
 
@@ -271,9 +272,11 @@ def command(file: str, output: str, **options: Any) -> None:
     try:
         with cli_errors(), sys.stdout.buffer if is_piped else create(where) as archive:
             names = write(archive, contents(given(options)))
+    except BrokenPipeError:
+        raise
     except OSError as error:
         read_only = "; `kproxy report >FILE` writes no file here" if error.errno == errno.EROFS else ""
         raise click.ClickException(f"{where}: {error.strerror}{read_only}") from error
-    text = formatted_answer(
-        {"file": where, "contents": names}, output, lambda _: f"{where}: {', '.join(names)}")
+    text = f"{where}: {', '.join(names)}" if output == "text" else encoded(
+        {"file": where, "contents": names}, output)
     click.echo(text, err=is_piped)

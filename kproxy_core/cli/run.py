@@ -19,8 +19,17 @@ if TYPE_CHECKING:
     from kproxy_core.modes.settings import Configuration
 
 
+class Mistake(click.ClickException):
+    """A mistake of the caller. As for `click.UsageError`, the exit status is 2, but usage is not printed."""
+
+    exit_code = 2
+
+
 def run(flags: Flags, *, init_only: bool) -> None:
-    """Run the proxy, or with *init_only* only the steps that need full privileges. Exit with 1 on failure."""
+    """Run the proxy, or with *init_only* only the steps that need full privileges.
+
+    Exits with 2 for a wrong configuration, and with 1 on another failure.
+    """
     # Objects of the start are permanent. Searching them for cycles would take longer than the first sync and
     # find none, until `preparation.settle_memory` excludes them.
     gc.disable()
@@ -56,21 +65,23 @@ def run(flags: Flags, *, init_only: bool) -> None:
                     lock.release()
     except click.ClickException as error:
         assembly.log.error(error.message)
-        sys.exit(1)
+        sys.exit(error.exit_code)
 
 
 def begin_access(config: Config) -> CurrentAccess:
     """Return the access to the API server. A child process loads it while this one imports the rest.
 
-    Raises StartFailed.
+    Raises Mistake or StartFailed.
     """
-    from kproxy_core.kube.access import AccessError, CurrentAccess
+    from kproxy_core.kube.access import AccessError, CurrentAccess, WrongOption
     from kproxy_core.modes.settings import StartFailed
 
     access = CurrentAccess(config.master, config.client.kubeconfig)
     try:
         if not config.kproxy.manifests:
             access.begin()
+    except WrongOption as error:
+        raise Mistake(str(error)) from error
     except AccessError as error:
         raise StartFailed(str(error)) from error
     return access
@@ -92,7 +103,7 @@ def write_config(flags: Flags) -> None:
             with open(path, "w", encoding="utf-8") as output:
                 output.write(text)
         except OSError as error:
-            raise click.ClickException(f"--write-config-to: {path!r}: {error.strerror}") from error
+            raise Mistake(f"--write-config-to: {path!r}: {error.strerror}") from error
     for notice in config.notices:
         click.echo(f"Warning: {notice}", err=True)
     click.echo(f"the configuration was written to {path}", err=True)
@@ -125,15 +136,15 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 
 
 @contextmanager
-def cli_errors(status: int = 1) -> Iterator[None]:
-    """Turn expected errors into one line and *status*. Any other exception is a bug and is shown as one."""
+def cli_errors() -> Iterator[None]:
+    """Turn expected errors into one line, and status 1, or 2 for a mistake. Any other is a bug."""
     try:
         yield
     except Exception as error:
         # Imported only now: for a command that asks the running proxy, this is a third of its time.
-        from kproxy_core.app.errors import NoAnswer, NoProxy, RequestRefused, RestartNeeded
+        from kproxy_core.app.errors import Misused, NoAnswer, NoProxy, RequestRefused, RestartNeeded
         from kproxy_core.config.file import ConfigError
-        from kproxy_core.contract.errors import BackendError
+        from kproxy_core.contract.errors import BackendError, InvalidInput
         from kproxy_core.linux.errors import HostError
         from kproxy_core.modes.settings import StartFailed
 
@@ -142,6 +153,5 @@ def cli_errors(status: int = 1) -> Iterator[None]:
         if not isinstance(error, expected):
             raise
         lines = error.problems if isinstance(error, ConfigError) else [error]
-        failure = click.ClickException("\n".join(map(str, lines)))
-        failure.exit_code = status  # type: ignore[misc]  # a class variable by its stub; click asks the object
-        raise failure from error
+        is_mistake = isinstance(error, (ConfigError, InvalidInput, Misused))
+        raise (Mistake if is_mistake else click.ClickException)("\n".join(map(str, lines))) from error

@@ -7,7 +7,7 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import Status
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, good, hint, show_answer
 
@@ -55,7 +55,7 @@ def age(seconds: float) -> str:
 
 @click.command("status", cls=FlagCommand)
 @click.option("--doctor", is_flag=True, help="Also count what `kproxy doctor` finds.")
-@TEXT_OR_JSON
+@OUTPUT
 def command(doctor: bool, output: str) -> int:
     """Say whether this node's proxy is well.
 

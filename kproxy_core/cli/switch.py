@@ -1,6 +1,5 @@
 """``kproxy switch``: another mode for the running proxy."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,20 +8,20 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import Compare, Switch
-from kproxy_core.cli.options import TEXT_OR_JSON
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode
 from kproxy_core.cli.plan import kernel_lines
 from kproxy_core.cli.run import cli_errors
-from kproxy_core.cli.terminal import bad, faint, good, is_terminal, show
+from kproxy_core.cli.terminal import bad, encoded, encoded_event, faint, good, is_terminal, show
 
 
-def check(mode: str, *, as_json: bool) -> bool:
+def check(mode: str, output: str) -> bool:
     """Print what would change with *mode*. Return True if no Service would lose anything.
 
     Raises RequestRefused or NoProxy.
     """
     found = send_request(Compare(mode=mode))
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
+    if output != "text":
+        click.echo(encoded(found, output))
         return not found["loses"]
     now = found["mode"]
     if now == mode:
@@ -39,23 +38,23 @@ def check(mode: str, *, as_json: bool) -> bool:
     return not found["loses"]
 
 
-def switch(mode: str, *, as_json: bool) -> None:
+def switch(mode: str, output: str) -> None:
     """Switch the running proxy to *mode*, and print each step. Raises RequestRefused or NoProxy."""
-    done = send_request(Switch(mode=mode), _step_printer(as_json))
-    if as_json:
-        click.echo(json.dumps(done))
+    done = send_request(Switch(mode=mode), _step_printer(output))
+    if output != "text":
+        click.echo(encoded_event(done, output))
     elif done["configured"] != mode and not done.get("label"):
         named = f"mode {done['configured']!r}" if done["configured"] else "no mode"
         show(f"the configuration has {named}: set {mode!r} to keep it after a reboot")
 
 
-def _step_printer(as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints a step: a line of JSON, plain text, or with the time on a terminal."""
+def _step_printer(output: str) -> Callable[[str], None]:
+    """Return a function that prints a step: an event, plain text, or with the time on a terminal."""
     began = time.monotonic()
 
     def print_step(line: str) -> None:
-        if as_json:
-            click.echo(json.dumps({"step": line}))
+        if output != "text":
+            click.echo(encoded_event({"step": line}, output))
         elif is_terminal():
             text = bad(line) if line.startswith("rolling back") else line
             show(f"{faint(f'{time.monotonic() - began:5.1f} s')} {good('*')} {text}")
@@ -69,11 +68,11 @@ def _described(caveat: Mapping[str, Any]) -> str:
     return f"{caveat['service_port']}: {caveat['what']}" if caveat["service_port"] else str(caveat["what"])
 
 
-@click.command("switch")
-@click.argument("mode")
+@click.command("switch", cls=FlagCommand)
+@click.argument("mode", shell_complete=complete_mode)
 @click.option("--check", "only_check", is_flag=True,
               help="Only show what would change for this node's Services.")
-@TEXT_OR_JSON
+@OUTPUT
 def command(mode: str, only_check: bool, output: str) -> None:
     """Switch the running proxy to another mode; connections stay open.
 
@@ -81,6 +80,6 @@ def command(mode: str, only_check: bool, output: str) -> None:
     """
     with cli_errors():
         if not only_check:
-            switch(mode, as_json=output == "json")
-        elif not check(mode, as_json=output == "json"):
+            switch(mode, output)
+        elif not check(mode, output):
             raise click.ClickException(f"not everything would be served with {mode}")

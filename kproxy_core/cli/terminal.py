@@ -20,14 +20,30 @@ def show(text: str) -> None:
 
 
 def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:
-    """Print *answer* as JSON if *output* is json, else as the text that *as_text* returns."""
-    show(formatted_answer(answer, output, as_text))
+    """Print *answer* as *output*: json, yaml, or the text that *as_text* returns."""
+    show(as_text(answer) if output == "text" else encoded(answer, output))
 
 
-def formatted_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> str:
+def encoded(value: Any, output: str) -> str:
+    """Return *value* as *output*, json or yaml."""
     import json
 
-    return json.dumps(answer, indent=2) if output == "json" else as_text(answer)
+    text = json.dumps(value, indent=2)
+    return _as_yaml(json.loads(text)) if output == "yaml" else text
+
+
+def encoded_event(event: Any, output: str) -> str:
+    """Return one of many values: a line of JSON, or a document of YAML."""
+    import json
+
+    text = json.dumps(event)
+    return f"---\n{_as_yaml(json.loads(text))}" if output == "yaml" else text
+
+
+def _as_yaml(value: Any) -> str:
+    import yaml  # which takes as long to import as a short command
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1000)).rstrip()
 
 
 good = partial(click.style, fg="green")

@@ -1,6 +1,5 @@
 """``kproxy top``: the traffic of Services, live in the terminal."""
 
-import json
 import select
 import sys
 import termios
@@ -15,9 +14,9 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import MOST_SERVICE_PORTS, Top, parse_texts
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.run import cli_errors
-from kproxy_core.cli.terminal import is_terminal
+from kproxy_core.cli.terminal import encoded, is_terminal
 from kproxy_core.linux import packages
 
 if TYPE_CHECKING:
@@ -30,16 +29,18 @@ _WIDTH_OF_FILES = 160
 _KEYS = "q quit   s order   / filter   space pause   e endpoints"
 
 
-def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
+def once(sort: str, search: str, count: int, output: str) -> None:
     """Print the traffic once. Raises RequestRefused or NoProxy."""
     found = _ask(sort, search, count)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
+    if output != "text":
+        click.echo(encoded(found, output))
         return
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    console.print(_table(found, View(sort, search, endpoints=True), console.width, keys=""))
+    with console.capture() as printed:  # rich alone would exit with 1 for a closed pipe
+        console.print(_table(found, View(sort, search, endpoints=True), console.width, keys=""))
+    click.echo(printed.get(), nl=False)
 
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
@@ -185,16 +186,16 @@ def volume(number: float) -> str:
               help="Maximum number of service ports that --once prints.")
 @click.option("--interval", metavar="SECONDS", type=click.FloatRange(0.5, 3600), default=2, show_default=True,
               help="Interval between refreshes.")
-@TEXT_OR_JSON
+@OUTPUT
 def command(only_once: bool, sort: str, search: str, count: int, interval: float, output: str) -> None:
     """Show the traffic of each Service, live.
 
     The running proxy counts connections if its configuration has kproxy.trafficMetrics: service or endpoint.
     """
-    if output != "json" and (problem := packages.lacking("top", "rich")):
+    if output == "text" and (problem := packages.lacking("top", "rich")):
         raise click.ClickException(f"kproxy top {problem}; --output=json needs no other package")
     with cli_errors():
-        if only_once or output == "json" or not is_terminal():
-            once(sort, search, count, as_json=output == "json")
+        if only_once or output != "text" or not is_terminal():
+            once(sort, search, count, output)
         else:
             watch(sort, search, interval)

@@ -1,23 +1,22 @@
 """``kproxy trace``: what happens to the next packets to a frontend."""
 
-import json
 import os
 import selectors
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from functools import cache, partial
 from typing import Any
 
 import click
 
-from kproxy_core.app.errors import NoAnswer
 from kproxy_core.app.explain import Sender, parse_sender
 from kproxy_core.app.requests import Explain
 from kproxy_core.cli.explain import OUTCOMES, Packets, ask_proxy, explain_objects
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
-from kproxy_core.cli.terminal import faint, show, strong
+from kproxy_core.cli.terminal import encoded_event, faint, show, strong
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.contract.registry import Registry
@@ -36,6 +35,10 @@ from kproxy_core.linux.tracing import (
 )
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, format_socket, is_loopback
 from kproxy_core.model.service import Destination
+from kproxy_core.plan.fate import Origin
+
+FindOrigin = Callable[[Address], Origin]
+"""Return the side of a packet's sender. Raises as `read_answers` does."""
 
 
 def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None]:
@@ -45,9 +48,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
-    request = Explain(to=target)
-    asked = OBJECTS & set(flags)
-    answers = explain_objects(request, flags, this_machine=True) if asked else ask_proxy(request)
+    answers = _explained(Explain(to=target), flags)
     registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
     mode = answers[0]["kernel"]["mode"]
 
@@ -60,16 +61,32 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
     return answers, dialled if registry.load(mode).base else None
 
 
+def origin_of(target: str, flags: Flags, sender: Address) -> Origin:
+    """Return the side on which ``kproxy explain`` sees *sender* of packets to *target*.
+
+    Raises as `read_answers` does.
+    """
+    answers = _explained(Explain(to=target, sender=format_address(sender)), flags)
+    return Origin(answers[0]["origin"])
+
+
+def _explained(request: Explain, flags: Flags) -> Packets:
+    if OBJECTS & set(flags):
+        return explain_objects(request, flags, this_machine=True)
+    return ask_proxy(request)
+
+
 class Trace:
     """Watches for packets to the frontends of *answers*, which are those of ``kproxy explain``."""
 
-    def __init__(self, answers: Packets, sender: Sender, dialled: FindDialled | None) -> None:
+    def __init__(
+        self, answers: Packets, sender: Sender, dialled: FindDialled | None, origin_of: FindOrigin
+    ) -> None:
         """*dialled* finds the frontend of a connection whose first packet is sent to an endpoint.
 
-        It is None if the mode has no such connections. Raises NoAnswer if *sender* is no address.
+        It is None if the mode has no such connections.
         """
-        if sender.origin is not None:
-            raise NoAnswer("FROM must be an address here")
+        self._origin, self._origin_of = sender.origin, cache(origin_of)
         self._owners = {
             _match(answer, sender.address): answer["frontend"]["service_port"] if answer["frontend"] else ""
             for answer in answers
@@ -105,11 +122,14 @@ class Trace:
                 for flow in flows.read():
                     self._tracer.flow(flow, now)
                 for packet in self._tracer.finished(now):
-                    if count and packet.began < ends:
+                    if count and packet.began < ends and self._is_wanted(packet):
                         count -= 1
                         yield self._described(packet, now)
                 if now >= ends and not self._tracer.is_busy:
                     return
+
+    def _is_wanted(self, packet: TracedPacket) -> bool:
+        return self._origin is None or self._origin_of(packet.way.source) is self._origin
 
     @property
     def problems(self) -> list[str]:
@@ -183,9 +203,9 @@ def _outcome(
 
 
 def formatted(packet: Mapping[str, Any], output: str) -> str:
-    """Return one packet as text, or as one line of JSON."""
-    if output == "json":
-        return json.dumps(packet)
+    """Return one packet as text, or as one of many values of JSON or YAML."""
+    if output != "text":
+        return encoded_event(packet, output)
     of = f" of {packet['service_port']}" if packet["service_port"] else ""
     lines = [f"{faint(packet['time'])} {packet['from']} -> {strong(packet['to'])}/{packet['protocol']}{of}"]
     words = [OUTCOMES[packet["outcome"]](packet["outcome"])]
@@ -218,27 +238,31 @@ def _match(answer: Mapping[str, Any], source: Address | None) -> Match:
 
 
 @click.command("trace", cls=FlagCommand)
-@click.argument("target", metavar="TO")
-@click.argument("sender", metavar="[FROM]", default="")
+@click.argument("words", metavar="[FROM] TO", nargs=-1, required=True)
 @click.option("--count", metavar="N", type=click.IntRange(1), default=10, show_default=True,
               help="Exit after N packets.")
 @click.option("--seconds", metavar="SECONDS", type=click.FloatRange(0.1, 3600), default=30, show_default=True,
               help="Exit after SECONDS.")
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
-def command(target: str, sender: str, count: int, seconds: float, output: str, **options: Any) -> int:
+@OUTPUT
+def command(words: tuple[str, ...], count: int, seconds: float, output: str, **options: Any) -> int:
     """Watch the next packets to a Service, and show what happens to each.
 
-    TO is as for `kproxy explain`, FROM an address. Shows only the first packets of connections, at most 50
-    per second. With -o json, each packet is one line. Exit status: 0 if a packet was seen, else 1.
+    FROM and TO are as for `kproxy explain`; without FROM, the packets of any sender are shown. Shows only the
+    first packets of connections, at most 50 per second. With -o json, each packet is one line. Exit status: 0
+    if a packet was seen, else 1.
     """
+    if len(words) > 2:
+        raise click.UsageError("give [FROM] TO")
+    flags, target = given(options), words[-1]
     seen = 0
     watch: Trace | None = None
     try:
         with cli_errors():
-            wanted = parse_sender(sender)
-            answers, dialled = read_answers(target, given(options))
-            watch = Trace(answers, wanted, dialled)
+            wanted = parse_sender(words[0] if len(words) == 2 else "")
+            answers, dialled = read_answers(target, flags)
+            watch = Trace(answers, wanted, dialled, partial(origin_of, target, flags))
             for packet in watch.packets(count=count, seconds=seconds):
                 show(formatted(packet, output))
                 seen += 1

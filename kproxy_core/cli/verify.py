@@ -24,10 +24,10 @@ from kproxy_core.app.verify import (
     is_settled,
     result,
 )
-from kproxy_core.cli.diff import DIFFERENT, SAME, UNCLEAR
-from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.diff import DIFFERENT, SAME
+from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
-from kproxy_core.cli.terminal import bad, good, hint, show, show_answer
+from kproxy_core.cli.terminal import bad, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.linux.conntrack import FlowEvent, flow_events
 from kproxy_core.linux.errors import HostError
@@ -199,9 +199,9 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
 
 
 @click.command("verify", cls=FlagCommand)
+@click.argument("to", metavar="[TO]", default="")
 @click.option("--traffic", is_flag=True, help="Required: open connections. `kproxy diff` opens none.")
-@click.option("--service", metavar="[NAMESPACE/]NAME[:PORT NAME]", default="",
-              help="Only the frontends of this Service or service port.")
+@click.option("--service", metavar="TO", default="", hidden=True, help="As TO.")
 @click.option("--rate", metavar="N", type=click.FloatRange(0.1, 10_000), default=50, show_default=True,
               help="Connections per second.")
 @click.option("--connections", metavar="N", type=click.IntRange(1), default=50, show_default=True,
@@ -209,28 +209,29 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
 @click.option("--timeout", metavar="SECONDS", type=click.FloatRange(0.1, 60), default=2, show_default=True,
               help="Timeout of a connection attempt.")
 @click.option("--dry-run", is_flag=True, help="Only list the connections that would be opened.")
+@VERBOSE
 @with_flags(RULES, SOURCES)
-@TEXT_OR_JSON
+@OUTPUT
 def command(
-    traffic: bool, service: str, rate: float, connections: int, timeout: float, dry_run: bool, output: str,
-    **options: Any,
+    to: str, traffic: bool, service: str, rate: float, connections: int, timeout: float, dry_run: bool,
+    output: str, **options: Any,
 ) -> int:
     """Connect to every Service by TCP, and report which endpoints answer.
 
-    The connections are opened by this node to each frontend, and closed at once: no data is sent. Exit
-    status: 0 if all do what the plans say, 1 if some do not, 2 if that is unclear.
+    With TO, [NAMESPACE/]SERVICE[:PORT], only to that one. The connections are opened by this node to each
+    frontend, and closed at once: no data is sent. Exit status: 0 if all do what the plans say, 1 if some do
+    not, or that is unclear.
 
     The plans are those of the running proxy. With --manifests, --kubeconfig, --master or --config, they are
     made from those objects; the rules may be those of a kube-proxy.
     """
     if not traffic:
         raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
-    with cli_errors(UNCLEAR):
-        found = read_targets(given(options), service)
+    with cli_errors():
+        found = read_targets(given(options), to or service)
     if dry_run:
-        for line in announced(found, connections, rate):
-            show(line)
-        return 0
+        show_answer(found, output, lambda _: "\n".join(announced(found, connections, rate)))
+        return SAME
     results, problem = verify(found, rate=rate, most=connections, timeout=timeout)
     if problem:
         click.echo(f"Warning: {problem}", err=True)

@@ -117,7 +117,7 @@ _NOT_NEGATIVE = "must not be negative"
 _POSITIVE = "must be greater than 0"
 _WITHIN_A_MARK = "must be within 0 to 31"
 
-_RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("kproxy.modeFallback", ("auto", "never").__contains__, "must be auto or never"),
     ("kproxy.modeFromNodeLabel", lambda key: not key or _LABEL_KEY.fullmatch(key),
      "must be the key of a label, such as kproxy.dev/mode"),
@@ -141,7 +141,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
 
 
 def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    for path, is_valid, problem in _RULES:
+    for path, is_valid, problem in RULES:
         if not is_valid(value := field_at(document, path)):
             yield Problem(path, value, problem)
     for name, gate in FEATURE_GATES.items():

@@ -253,14 +253,28 @@ def version_told(given: str) -> str:
         raise ValueError("must be true, false, raw or a version such as v1.36.2")
     if given != "raw" and not truth(given):
         return ""
-    from kproxy_core.config.release import commit
+    return version_text(raw=given == "raw")
 
-    found = commit()
-    version = f"kproxy {__version__} (commit {found})" if found else f"kproxy {__version__}"
-    if given != "raw":
-        return version
+
+def version_text(*, raw: bool = False) -> str:
+    """Return the version in a line for people, with *raw* including that of all else."""
+    found = version_facts()
+    text = f"kproxy {found['version']} (commit {found['commit']})" if found["commit"] else (
+        f"kproxy {found['version']}")
+    if not raw:
+        return text
+    return (f"{text}, as kube-proxy {found['kube_proxy']}, configuration {found['configuration']}, "
+            f"Python {found['python']}, {found['platform']}")
+
+
+def version_facts() -> dict[str, str]:
+    """Return the version of this program, and of what it is compatible with and runs on."""
     import platform
 
-    return (f"{version}, as kube-proxy 1.36, configuration kubeproxy.config.k8s.io/v1alpha1, "
-            f"Python {platform.python_version()}, {platform.system()} {platform.release()} "
-            f"{platform.machine()}")
+    from kproxy_core.config.release import commit
+
+    return {
+        "version": __version__, "commit": commit(), "kube_proxy": "1.36",
+        "configuration": "kubeproxy.config.k8s.io/v1alpha1", "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }  # fmt: skip

@@ -40,7 +40,11 @@ class Unsupported(BackendError):
         self.family = family
 
 
-class InvalidOption(BackendError):
+class InvalidInput(BackendError):
+    """The operator named a mode, plugin or option that does not exist, or gave an option a wrong value."""
+
+
+class InvalidOption(InvalidInput):
     """An option of the mode has a wrong value or an unknown name, so kproxy does not start in any mode."""
 
     def __init__(self, settings: BackendSettings, name: str, value: object, problem: str) -> None:
@@ -58,7 +62,7 @@ class PluginFailed(BackendError):
 def one_line(error: BaseException) -> str:
     """Return the message of a foreign *error* in one line, with everything escaped that is not printable."""
     try:
-        text = " ".join(str(error).split())
+        text = "; ".join(filter(None, (" ".join(line.split()) for line in str(error).splitlines())))
     except Exception:  # noqa: BLE001 - the message is computed by foreign code
         text = "an exception without a message"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

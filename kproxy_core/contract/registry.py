@@ -20,8 +20,8 @@ from kproxy_core.contract.calls import (
     checked,
     plugin_of_backend,
 )
-from kproxy_core.contract.caveats import of_budget
-from kproxy_core.contract.errors import BackendError, InvalidOption, PluginFailed, one_line
+from kproxy_core.contract.caveats import of_limits
+from kproxy_core.contract.errors import BackendError, InvalidInput, InvalidOption, PluginFailed, one_line
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.near_names import did_you_mean
@@ -67,7 +67,7 @@ _KEEP_OUT = "no:"
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*(\.[^\W\d]\w*)*)?")
 
 
-class PluginNotFound(BackendError):
+class PluginNotFound(InvalidInput):
     """No plugin has the name that the operator gave."""
 
 
@@ -117,13 +117,30 @@ PLUGIN_HOOKS = ("kproxy_describe", "kproxy_cleanup", "kproxy_make_backend")
 _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
-class UnknownMode(BackendError):
+class UnknownMode(InvalidInput):
     """No plugin provides the requested mode."""
 
     def __init__(self, mode: str, known: Iterable[str], *, blocked: bool) -> None:
         problem = f"the plugin of mode {mode!r} is blocked by -p no:{mode}" if blocked else (
             f"no backend provides mode {mode!r}{did_you_mean(mode, known)}")
-        super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
+        others = f"{'others' if blocked else 'installed'}: {', '.join(known) or 'none'}"
+        where = "" if blocked else f", by entry points of the group {ENTRY_POINTS!r}"
+        super().__init__("; ".join((problem, others + where, *(() if blocked else _unread()))))
+
+
+def _unread() -> list[str]:
+    """Return a hint at each entry point group whose name is nearly that of backends."""
+    import difflib  # needed only after a mistake
+    from importlib.metadata import entry_points
+
+    found = entry_points()
+    groups = sorted(found.groups - {ENTRY_POINTS, OBSERVERS})
+    hints = []
+    for group in groups:
+        if difflib.SequenceMatcher(None, group.lower(), ENTRY_POINTS).ratio() > 0.8:
+            owners = sorted({distribution_of(entry) for entry in found.select(group=group)})
+            hints.append(f"the group {group!r} of {', '.join(owners)} is not read")
+    return hints
 
 
 class PluginRefused(BackendError):
@@ -284,7 +301,7 @@ class Registry:
             for answer in self._answers(layer, "kproxy_caveats", update=update, settings=settings)
             for caveat in answer
         ]
-        found += of_budget(update)
+        found += of_limits(update)
         replaced = {(caveat.replaces, caveat.service_port) for caveat in found if caveat.replaces}
         return tuple(caveat for caveat in found if (caveat.what, caveat.service_port) not in replaced)
 

@@ -23,7 +23,7 @@ from kubernetes.config.config_exception import ConfigException
 from kubernetes.stream import ws_client
 from msgspec import Struct, field
 
-from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
+from kproxy_core.fleet.errors import BadKubeconfig, Forbidden, NoCluster, Unreached
 from kproxy_core.observe.logs import printable
 
 NAMESPACE = "kube-system"
@@ -112,10 +112,10 @@ class Cluster:
                 named = [each for each in contexts if each["name"] == context] or [current]
                 self.default_namespace = named[0]["context"].get("namespace") or self.default_namespace
         except (ConfigException, OSError) as error:
-            raise NoCluster(f"the kubeconfig cannot be used: {_one_line(error)}") from error
+            raise BadKubeconfig(f"the kubeconfig cannot be used: {_one_line(error)}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # The package takes the shape of a file for granted.
-            raise NoCluster(f"the kubeconfig is malformed: {_one_line(error)}") from error
+            raise BadKubeconfig(f"the kubeconfig is malformed: {_one_line(error)}") from error
 
     def close(self) -> None:
         """Give up all commands under way. They may go on in the pods."""

@@ -5,6 +5,10 @@ class NoCluster(Exception):
     """The API server cannot be used: the kubeconfig, the connection, or its answers."""
 
 
+class BadKubeconfig(NoCluster):
+    """The kubeconfig or its context cannot be used."""
+
+
 class Forbidden(Exception):
     """RBAC refuses a request of the user."""
 

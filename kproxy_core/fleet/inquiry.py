@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, to_builtins
 
-from kproxy_core.app.errors import NoAnswer
+from kproxy_core.app.errors import Misused, NoAnswer
 from kproxy_core.app.explain import ServiceTarget, Target, parse_target
 from kproxy_core.fleet.answers import decode
 from kproxy_core.fleet.cluster import Cluster, Node
@@ -147,8 +147,7 @@ class Inquiry:
         target = parse_target(to)
         if isinstance(target, ServiceTarget):
             target = target._replace(namespace=target.namespace or self._namespace)
-            port = "" if target.port is None else f":{target.port}"
-            to = f"{target}{port}"
+            to = target.words
         self._nodes = [
             reading.value.node for data in self._cluster.objects("/api/v1/nodes", Raw)
             if isinstance((reading := NODES.from_json(data)).value, NodeSet)
@@ -176,7 +175,7 @@ class Inquiry:
                 address, self._nodes, self._cluster.objects("/api/v1/pods", Pod, field_selector=selector))
         named = _POD.fullmatch(text)
         if named is None:
-            raise NoAnswer(f"{text!r} is no sender: give [NAMESPACE/]POD, NODE, ADDRESS or outside")
+            raise Misused(f"{text!r} is no sender: give [NAMESPACE/]POD, NODE, ADDRESS or outside")
         namespace = named["namespace"] or self._namespace
         for pod in self._named(f"/api/v1/namespaces/{namespace}/pods", named["name"], Pod):
             if pod.has_ended:

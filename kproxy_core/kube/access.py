@@ -124,6 +124,10 @@ class AccessError(Exception):
     """The options do not lead to an API server; the message names the option and the reason."""
 
 
+class WrongOption(AccessError):
+    """The options name no API server."""
+
+
 class Access(Loaded, frozen=True, kw_only=True):
     """A configuration with checked URLs: *server* has host and port, and no trailing slash.
 
@@ -163,12 +167,14 @@ class AccessLoad:
         """Start loading. Raises AccessError."""
         if kubeconfig:
             self._option, self._server = f"--kubeconfig: {kubeconfig}", f"--kubeconfig: {kubeconfig}: server"
+            if stamp(kubeconfig) is None:
+                raise WrongOption(f"{self._option}: there is no file {kubeconfig!r}")
         elif master:
             self._option = "--master"
         elif os.environ.get("KUBERNETES_SERVICE_HOST"):
             self._option = self._server = "the service account"
         else:
-            raise AccessError("neither --master nor --kubeconfig is given, and this is not a pod of a "
+            raise WrongOption("neither --master nor --kubeconfig is given, and this is not a pod of a "
                               "cluster (no KUBERNETES_SERVICE_HOST)")
         self._master = ""
         if master:
@@ -210,14 +216,14 @@ def _checked_url(option: str, url: str) -> str:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise AccessError(f"{option}: {url!r} is not a URL: {error}") from error
+        raise WrongOption(f"{option}: {url!r} is not a URL: {error}") from error
     path = parts.path.rstrip("/")
     host = parts.hostname or ""
     printable = all(33 <= ord(character) < 127 for character in host + path)
     if parts.scheme not in ("http", "https") or not host or not printable:
-        raise AccessError(f"{option}: {url!r} is not an http or https URL of an API server")
+        raise WrongOption(f"{option}: {url!r} is not an http or https URL of an API server")
     if parts.username is not None or parts.query or parts.fragment:
-        raise AccessError(f"{option}: {url!r} has more than scheme, host, port and path")
+        raise WrongOption(f"{option}: {url!r} has more than scheme, host, port and path")
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 

@@ -13,6 +13,7 @@ from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.messages import NETLINK_ROUTE, Malformed, attribute, attributes, decoding, messages
 from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.model.address import Address, Family, family_of, is_loopback, parse_address
+from kproxy_core.model.timing import Repeats
 
 log = logging.getLogger("kproxy.host")
 
@@ -125,6 +126,7 @@ class AddressWatch(NotificationThread):
         self._callback = callback
         self._accepts = accepts
         self._complete = True
+        self._repeats = Repeats()
         with doing("watch interface addresses"):
             sock = NetlinkSocket.open(NETLINK_ROUTE, groups=(RTNLGRP_IPV4_IFADDR, RTNLGRP_IPV6_IFADDR))
         try:
@@ -146,10 +148,12 @@ class AddressWatch(NotificationThread):
             try:
                 self._held = _read(self._accepts)
                 self._complete = True
+                self._repeats.end()
             except HostError as error:
-                log.warning("interface addresses not read, retrying in a second", extra={
-                    "fields": {"error": str(error)}
-                })  # fmt: skip
+                if times := self._repeats.count(str(error)):
+                    log.warning("interface addresses not read, retrying in a second", extra={
+                        "fields": {"error": str(error), "times": times}
+                    })  # fmt: skip
         addresses = self._known()
         if addresses != self.addresses:
             self.addresses = addresses

@@ -1,4 +1,4 @@
-"""Delays, rates and deadlines as functions of a clock: back-off, token bucket and agenda."""
+"""Delays, rates and deadlines as functions of a clock, and problems that repeat."""
 
 import math
 import threading
@@ -58,6 +58,33 @@ class Backoff:
             self.reset()
         step, self._next = self._next, min(self._next * 2, self._longest)
         return max(step - step / 2 * self._chance(), min(asked, LONGEST_ASKED))
+
+
+class Repeats:
+    """Says which of many equal problems in a row to log: the first, then at intervals that double.
+
+    Texts that never repeat count as one problem after the first `_DISTINCT`.
+    """
+
+    _DISTINCT = 8
+    _RAREST = 128
+    """Upper bound of an interval, in problems: an hour, if an attempt is made every 30 s."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def count(self, problem: str = "") -> int:
+        """Return how often there was *problem* in this row, if it is to be logged; else 0."""
+        if problem not in self._counts and len(self._counts) >= self._DISTINCT:
+            problem = ""
+        times = self._counts[problem] = self._counts.get(problem, 0) + 1
+        return times if times & (times - 1) == 0 or times % self._RAREST == 0 else 0
+
+    def end(self) -> None:
+        """End the row: the next problem is the first again."""
+        self._counts.clear()
 
 
 class TokenBucket:

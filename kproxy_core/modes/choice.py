@@ -39,7 +39,7 @@ def choose(
     Raises ConfigError or InvalidOption for the first mode that is not configured correctly, UnknownMode or
     PluginRefused, or Unsupported if no such mode works.
     """
-    privileged = "CAP_NET_ADMIN" in process.held()
+    privileged = "CAP_NET_ADMIN" in process.network_privileges()
     fall_back = privileged and configuration.of(wanted).kproxy.mode_fallback == "auto"
     problems: dict[str, str] = {}
     for mode in candidates(registry, wanted, fall_back=fall_back):
@@ -95,7 +95,7 @@ def conclude(
 
     Raises ConfigError or InvalidOption, UnknownMode or PluginRefused, or Unsupported if no mode is usable.
     """
-    if wanted and "CAP_NET_ADMIN" not in process.held():
+    if wanted and "CAP_NET_ADMIN" not in process.network_privileges():
         return Conclusion(wanted, None)
     fall_back = configuration.of(wanted).kproxy.mode_fallback == "auto"
     problems: dict[str, str] = {}

@@ -33,7 +33,7 @@ def await_turn(
     The lock is a file in *directory*. SIGTERM and SIGINT end the process while it waits. Returns None at once
     without CAP_NET_ADMIN, or where the file cannot be used. Raises StartFailed instead if *exclusive*.
     """
-    if "CAP_NET_ADMIN" not in process.held():
+    if "CAP_NET_ADMIN" not in process.network_privileges():
         return None, False
     lock: FileLock | None = None
     try:

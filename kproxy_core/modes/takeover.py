@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings
+from kproxy_core.model.timing import Repeats
 from kproxy_core.modes.retirement import RetiringModes, report
 from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
 from kproxy_core.observe.health import ProxyHealth
@@ -68,13 +69,15 @@ class Takeover:
 
     def _proven(self, left: Collection[str]) -> bool:
         """Wait until our rules are proven to work. Return False if stopped before."""
+        repeats = Repeats()
         while not self._stopped.is_set():
             try:
                 self._switch.prove()
                 return True
             except SwitchFailed as error:
                 self._health.hold(f"the leftovers of {', '.join(left)} are kept: {error}")
-                log.error("keeping leftovers until our rules are proven to work", extra={
-                    "fields": {"left": ",".join(left), "error": str(error)}})
+                if times := repeats.count(str(error)):
+                    log.error("keeping leftovers until our rules are proven to work", extra={
+                        "fields": {"left": ",".join(left), "error": str(error), "times": times}})
             self._stopped.wait(self._retry)
         return False

@@ -2,6 +2,7 @@
 
 Rooms log with ``logging.getLogger("kproxy.<room>")`` and put values into ``extra={"fields": {...}}``.
 Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n > 2 also level ``12 - n``.
+`QUIET` shows warnings and above.
 """
 
 import logging
@@ -13,6 +14,8 @@ import time
 import traceback
 from collections import deque
 from typing import Any, Literal, TextIO
+
+QUIET = -1
 
 _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
@@ -35,7 +38,8 @@ def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None 
 
 
 def set_verbosity(verbosity: int) -> None:
-    logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
+    level = logging.WARNING if verbosity == QUIET else logging.INFO
+    logging.getLogger(_ROOT).setLevel(level if verbosity < 2 else max(1, 12 - verbosity))
 
 
 def log_uncaught() -> None:
@@ -81,8 +85,31 @@ def innermost_calls() -> str:
     return "; ".join(f"{name}: {' < '.join(map(_place, calls))}" for name, calls in threads)
 
 
-def _place(call: traceback.FrameSummary) -> str:
-    return f"{call.name} {os.path.basename(call.filename)}:{call.lineno}"
+def one_line_traceback(error: BaseException, *, is_full: bool) -> str:
+    """Return *error* and its causes with the calls that led to each, the innermost first.
+
+    Unless *is_full*, with the last few calls only, and files without their directories.
+    """
+    parts = []
+    told: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in told:
+        told.add(id(cause))
+        calls = traceback.extract_tb(cause.__traceback__, limit=None if is_full else -_CALLS)
+        what = "".join(traceback.format_exception_only(cause)).strip()
+        places = " < ".join(_place(call, is_full=is_full) for call in reversed(calls))
+        parts.append(f"{_joined(what)}: {places}")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "; because of ".join(parts)
+
+
+def _joined(text: str) -> str:
+    """Return the lines of *text* in one line."""
+    return "; ".join(filter(None, map(str.strip, text.splitlines()))) if "\n" in text else text
+
+
+def _place(call: traceback.FrameSummary, *, is_full: bool = False) -> str:
+    return f"{call.name} {call.filename if is_full else os.path.basename(call.filename)}:{call.lineno}"
 
 
 class _Recent(logging.Handler):
@@ -103,8 +130,13 @@ class _TextFormatter(logging.Formatter):
     """``time level room: message key=value``"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {_room(record)}: {printable(record.getMessage())}"
-        return " ".join((line, *(f"{key}={_quoted(value)}" for key, value in _fields(record).items())))
+        message = printable(_joined(record.getMessage()))
+        line = f"{_time(record)} {record.levelname} {_room(record)}: {message}"
+        fields = dict(getattr(record, "fields", {}))
+        if record.exc_info and record.exc_info[1]:
+            is_full = logging.getLogger(_ROOT).isEnabledFor(logging.DEBUG)
+            fields["traceback"] = one_line_traceback(record.exc_info[1], is_full=is_full)
+        return " ".join((line, *(f"{key}={_quoted(value)}" for key, value in fields.items())))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -115,14 +147,10 @@ class _JsonFormatter(logging.Formatter):
 
         head = {"ts": _time(record), "level": record.levelname, "room": _room(record),
                 "msg": record.getMessage()}
-        return json.dumps(head | {k: v for k, v in _fields(record).items() if k not in head}, default=str)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    fields = dict(getattr(record, "fields", {}))
-    if record.exc_info and record.exc_info[1]:
-        fields["traceback"] = logging.Formatter().formatException(record.exc_info)
-    return fields
+        fields = {name: value for name, value in getattr(record, "fields", {}).items() if name not in head}
+        if record.exc_info and record.exc_info[1]:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(head | fields, default=str)
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -135,7 +163,7 @@ def _room(record: logging.LogRecord) -> str:
 
 
 def _quoted(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else _joined(str(value))
     if len(text) > _LONGEST_VALUE:
         text = text[:_LONGEST_VALUE] + "..."
     if text.isprintable() and _PLAIN.fullmatch(text):

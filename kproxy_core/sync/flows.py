@@ -6,6 +6,7 @@ Each runs on its own thread, because walking conntrack takes 10 ms or more.
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -16,6 +17,7 @@ from kproxy_core.linux.conntrack import delete_stale_syns, delete_stale_udp
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.model.timing import Repeats
 from kproxy_core.plan.service_plan import Frontend, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
@@ -57,6 +59,7 @@ class EarlyConnections(SyncObserver):
         self._thread: threading.Thread | None = None
         """Started with the first search."""
         self._failed: set[Family] = set()
+        self._repeats: defaultdict[Family, Repeats] = defaultdict(Repeats)
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
@@ -88,10 +91,12 @@ class EarlyConnections(SyncObserver):
             deleted = self._delete_stale(family, is_stale)
         except (HostError, OSError) as error:
             self._failed.add(family)
-            log.warning("could not delete early TCP connections", extra={
-                "fields": {"ip_family": family.label, "error": str(error)}
-            })
+            if times := self._repeats[family].count(str(error)):
+                log.warning("could not delete early TCP connections", extra={
+                    "fields": {"ip_family": family.label, "error": str(error), "times": times}
+                })
             return
+        self._repeats[family].end()
         self._deleted(family, deleted, self._clock() - started)
 
 
@@ -152,16 +157,19 @@ class FlowCleaner:
             self._thread.start()
 
     def _run(self) -> None:
+        repeats: defaultdict[Family, Repeats] = defaultdict(Repeats)
         while True:
             family, deletion = self._due.get()
             started = time.monotonic()
             deleted: int | None = None
             try:
                 deleted = delete_stale_udp(family, deletion.stale.ports, deletion.is_stale)
+                repeats[family].end()
             except (HostError, OSError) as error:
-                log.warning("could not delete stale UDP flows", extra={
-                    "fields": {"ip_family": family.label, "error": str(error)}
-                })
+                if times := repeats[family].count(str(error)):
+                    log.warning("could not delete stale UDP flows", extra={
+                        "fields": {"ip_family": family.label, "error": str(error), "times": times}
+                    })
             self._done(CleanupResult(family, deletion, deleted, time.monotonic() - started))
 
 

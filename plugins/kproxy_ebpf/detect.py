@@ -45,8 +45,18 @@ def lacking(options: Settings) -> list[str]:
     return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
 
 
+def refusal() -> str:
+    """Return why this process may not use bpf(2); "" if it may."""
+    found = _bpf()
+    return "" if found.met else found.found
+
+
+def _bpf() -> Requirement:
+    return _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
+
+
 def _quick(options: Settings) -> Iterator[Requirement]:
-    yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
+    yield _bpf()
     version = ".".join(map(str, kernel_version()))
     yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {version})",
                  "use Linux 5.8 or newer")  # fmt: skip
@@ -141,13 +151,14 @@ def _make_maps() -> None:
         os.close(bpf.create_map("kproxy_probe", definition))
 
 
-def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERMISSION) -> Requirement:
+def _tried(what: str, act: Callable[[], object], works: str, remedy: str = _PERMISSION) -> Requirement:
     try:
         act()
     except (OSError, BackendError, HostError) as error:
-        permission = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
-        return Requirement(what, False, str(error), _PERMISSION if permission else remedy)
-    return Requirement(what, True, found)
+        is_refusal = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
+        found = getattr(error, "strerror", None) or str(error)
+        return Requirement(what, False, found, _PERMISSION if is_refusal else remedy)
+    return Requirement(what, True, works)
 
 
 # Deviations. Pure.

@@ -78,7 +78,7 @@ class NftablesBackend(Backend):
 
         A flowtable is no requirement: without it packets take the ordinary way.
         """
-        if "CAP_NET_ADMIN" not in process.held():
+        if "CAP_NET_ADMIN" not in process.network_privileges():
             raise Unsupported(f"permission denied, {PERMISSION}")
         families = tuple(self._states)
         missing = lacking(self._kernel, families)

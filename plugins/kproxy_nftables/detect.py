@@ -213,7 +213,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     Without a *trial*, the kernel checks the rules without applying them. Raises InvalidOption.
     """
     options = read_settings(settings)
-    allowed = "CAP_NET_ADMIN" in process.held()
+    allowed = "CAP_NET_ADMIN" in process.network_privileges()
     why_not = "permission denied" if trial is None else trial.enter()
     inside = not why_not
     kernel = Kernel()
@@ -272,7 +272,8 @@ def _as_option(found: Requirement, consequence: str) -> Requirement:
 
 
 def _privilege(held: bool) -> Requirement:
-    return Requirement("CAP_NET_ADMIN", held, "held" if held else "not held", "" if held else PERMISSION)
+    found = "held" if held else "not held over this network namespace"
+    return Requirement("CAP_NET_ADMIN", held, found, "" if held else PERMISSION)
 
 
 def _version(rules: Sequence[Requirement]) -> Requirement:

@@ -27,6 +27,9 @@ log = logging.getLogger("kproxy.userspace")
 GRACE_SECONDS = 5.0
 """Seconds after the deletion of a portal in which conntrack may lack clients that its rule matched."""
 
+_MANY = 100
+"""Deletions beyond which all portals are replaced: iptables compares each with all rules before it."""
+
 _numbers = itertools.count(1)
 
 
@@ -261,7 +264,10 @@ class FamilyState:
         deletes, adds = self._applied.difference(portals)
         if deletes or adds:
             try:
-                self._portals.change(deletes, adds)
+                if len(deletes) > _MANY:
+                    self._portals.rewrite(self._applied.portals_after(portals))
+                else:
+                    self._portals.change(deletes, adds)
             except HostError as error:
                 raise TrustLost(str(error)) from error
         return len(deletes) + len(adds)

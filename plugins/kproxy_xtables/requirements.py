@@ -61,10 +61,12 @@ _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 def check_privileges(variant: Variant | None) -> Requirement:
     """Check the privileges to use iptables. Only the legacy variant opens a raw socket."""
     wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
-    what, held = " and ".join(wanted), process.held()
+    what, held = " and ".join(wanted), process.network_privileges()
     missing = [name for name in wanted if name not in held]
     if missing:
-        return Requirement(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")
+        return Requirement(
+            what, False, f"no {' and no '.join(missing)} over this network namespace",
+            f"run as root or with {what}")
     return Requirement(what, True, "held")
 
 

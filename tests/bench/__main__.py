@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from tests.bench import checkouts
 from tests.bench.measured import Json, sh
 from tests.bench.report import table
 from tests.bench.run import Run
+from tests.sweep import begin
 
 EVERY = (
     ("nftables", 100, 5), ("nftables", 1000, 5), ("nftables", 10_000, 5), ("nftables", 1, 5000),
@@ -33,7 +35,7 @@ PHASES = ("connect", "incremental", "churn", "restart", "count")
 
 def run_in_namespace(spec: Json) -> Json:
     """Return the result of one run, in a namespace that lives only as long."""
-    name = f"kb-{os.getpid()}-{spec['number']}"
+    name = f"{own_name('bench')}-{spec['number']}"
     sh(f"ip netns add {name}")
     child = None
     try:
@@ -52,6 +54,7 @@ def run_in_namespace(spec: Json) -> Json:
 
 
 def main() -> None:
+    begin()
     if sys.argv[1:2] == ["--inside"]:
         with open(sys.argv[2]) as f:
             print(json.dumps(Run(json.load(f)).measure_all()))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
+
 TOP = Path(__file__).resolve().parents[2]
 _SOURCES = ("kproxy_core", "plugins", "bpf")
 
@@ -28,7 +30,7 @@ def command(top: Path = TOP) -> str:
 @contextmanager
 def revision(name: str) -> Iterator[Path]:
     """Check out the revision *name* of this repository into a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory:
         top = Path(directory) / "checkout"
         subprocess.run(["git", "-C", TOP, "worktree", "add", "-q", "--detach", top, name], check=True)
         try:

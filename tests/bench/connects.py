@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 
 from kproxy_conformance.apiserver import objects
+from kproxy_conformance.processes import own_name
 from tests.bench import checkouts
 from tests.core.namespaces import Namespace, namespace
 
@@ -71,7 +72,7 @@ def _rules(top: Path) -> str:
     """Return the rules that the checkout *top* makes of 100 Services with 5 endpoints."""
     made = objects.generate(objects.Options())
     items = [item for kind in ("services", "endpointslices", "nodes") for item in made[kind]]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory:
         Path(directory, "all.json").write_text(
             json.dumps({"apiVersion": "v1", "kind": "List", "items": items}), encoding="utf-8")
         return subprocess.run(

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from tests.fleet.canned import STATUS, Canned
 from tests.fleet.fleet import KUBECTL_KPROXY
 
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=300)
     parser.add_argument("--delay", type=float, default=1.0, help="seconds that each command takes")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory:
         canned = Canned(Path(directory))
         answer = Path(directory, "answer")
         answer.write_text(json.dumps(STATUS))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import WorkerPool
 from tests.bench import load
@@ -165,7 +166,10 @@ def idle(proxy: Proxy, count: int) -> float:
 
 @contextlib.contextmanager
 def proxies(only: str, processes: int) -> Iterator[list[Proxy]]:
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory,
+        contextlib.ExitStack() as stack,
+    ):  # fmt: skip
         makers = {
             "kproxy": lambda: Kproxy(processes),
             "haproxy": lambda: haproxy(Path(directory), processes),

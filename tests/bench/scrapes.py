@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from kproxy_conformance.processes import own_name
 from kproxy_core.contract.values import Connections
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
@@ -110,7 +111,7 @@ def _measure(
     metrics = Metrics("bench", "")
     reading: list[float] = []
     writing: list[float] = []
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory:
         recorder = TrafficRecorder(tuple(Family), instance, owners, StoredTotals(directory), time.monotonic)
         with mock.patch.multiple(recorder.failures, start=mock.DEFAULT, read=mock.DEFAULT):
             recorder.start()

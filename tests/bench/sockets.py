@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import yaml
 
+from kproxy_conformance.processes import own_name
 from tests.core.bpf_places import cgroup2_tree
 from tests.core.namespaces import Namespace, namespace
 
@@ -138,7 +139,7 @@ def _rounds(
 @contextmanager
 def _home() -> Iterator[Path]:
     """Move this process to a new cgroup, and back."""
-    home = cgroup2_tree() / f"kpb-{os.getpid()}"
+    home = cgroup2_tree() / own_name("bench")
     home.mkdir()
     (home / "cgroup.procs").write_text(str(os.getpid()))
     try:
@@ -154,7 +155,10 @@ def _stage(cgroup: Path, counting: str) -> Iterator[Stage]:
     cgroup.mkdir()
     try:
         (cgroup / "cgroup.type").write_text("threaded")
-        with namespace() as client, namespace() as server, tempfile.TemporaryDirectory() as directory:
+        with (
+            namespace() as client, namespace() as server,
+            tempfile.TemporaryDirectory(prefix=f"{own_name('bench')}-") as directory,
+        ):  # fmt: skip
             client.ip(f"link add eth0 type veth peer name eth0 netns {server.name}",
                       f"address add {CLIENT}/24 dev eth0", "link set eth0 up",
                       f"route add default via {SERVER}")  # fmt: skip

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kproxy_conformance.network.rights import MissingRight
-from kproxy_conformance.processes import owner
+from kproxy_conformance.processes import own_name
 from tests.patience import PATIENCE
 from tests.rights import require
 
@@ -30,7 +30,7 @@ def cgroup2_tree() -> Path:
 @contextmanager
 def new_cgroup() -> Iterator[Path]:
     """Yield a new child of the root cgroup, without processes. They have ended when the context is left."""
-    made = cgroup2_tree() / f"kpt-{owner()}-{next(_numbers)}"
+    made = cgroup2_tree() / f"{own_name('cgroup')}-{next(_numbers)}"
     try:
         made.mkdir()
     except OSError as error:
@@ -54,7 +54,7 @@ def new_bpf_file_system(point: Path) -> Iterator[Path]:
     """Mount a BPF file system at the new directory *point*."""
     require("BPF")
     point.mkdir()
-    if _libc.mount(f"kpt-{owner()}".encode(), os.fsencode(point), b"bpf", 0, None):
+    if _libc.mount(own_name("bpf").encode(), os.fsencode(point), b"bpf", 0, None):
         raise OSError(ctypes.get_errno(), f"no BPF file system at {point}")
     try:
         yield point

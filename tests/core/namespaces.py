@@ -16,7 +16,7 @@ import pytest
 
 from kproxy_conformance.network import namespaces
 from kproxy_conformance.network.cgroup import NodeCgroup
-from kproxy_conformance.processes import owner
+from kproxy_conformance.processes import own_name
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Namespace(namespaces.Namespace):
     """A network namespace with a name of its own."""
 
     def __init__(self, host: str = "", cgroup: NodeCgroup | None = None) -> None:
-        super().__init__(f"kptest-{owner()}-{next(_numbers)}{host and '-'}{host}", cgroup)
+        super().__init__(f"{own_name('net')}-{next(_numbers)}{host and '-'}{host}", cgroup)
         with self.joined():
             thread = str(threading.get_native_id())
             subprocess.run(["ip", "netns", "attach", self.name, thread], check=True)

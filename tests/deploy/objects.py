@@ -52,16 +52,21 @@ def helm(*arguments: str, values: Object | None = None) -> "subprocess.Completed
         text=True, check=False)  # fmt: skip
 
 
-def kustomized(directory: Path) -> dict[str, Object]:
-    """Return the objects by kind that kustomize makes of *directory*; the ConfigMap's name has no hash."""
+def built(directory: Path) -> dict[str, Object]:
+    """Return the objects by kind that kustomize makes of *directory*."""
     done = subprocess.run(
         [program("kubectl"), "kustomize", directory], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    objects = by_kind(list(yaml.safe_load_all(done.stdout)))
+    return by_kind(list(yaml.safe_load_all(done.stdout)))
+
+
+def kustomized(directory: Path) -> dict[str, Object]:
+    """Return the objects of `built` without the hash in the ConfigMap's name."""
+    objects = built(directory)
     if "ConfigMap" in objects:
         hashed = objects["ConfigMap"]["metadata"]["name"]
-        text = done.stdout.replace(hashed, hashed.rpartition("-")[0])
-        objects = by_kind(list(yaml.safe_load_all(text)))
+        text = json.dumps(objects).replace(hashed, hashed.rpartition("-")[0])
+        objects = json.loads(text)
     return objects
 
 

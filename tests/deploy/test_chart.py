@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from kproxy_core.config.file import ConfigError, decode
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import resolve
+from kproxy_core.model.duration import Duration
+from tests.core.golden import golden
+from tests.deploy import schema
 from tests.deploy.objects import CHART, DEPLOY, Object, chart, containers, helm
 from tests.deploy.programs import program
 
@@ -81,11 +87,96 @@ def test_the_templates_use_the_values_and_no_others() -> None:
     ({"podLabels": {"a": 1}}, "at '/podLabels/a': got number, want string"),
     ({"ebpf": "yes"}, "at '/ebpf': got string, want boolean"),
     ({"podMonitor": {"enabled": True}}, "set config.metricsBindAddress"),
+    ({"config": {"apiVersion": "v1"}}, "at '/config': additional properties 'apiVersion' not allowed"),
 ], ids=lambda value: json.dumps(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_a_wrong_value_is_refused(values: Object, complaint: str) -> None:
     done = helm("template", "kproxy", str(CHART), values=values)
     assert done.returncode != 0
     assert complaint in done.stderr
+
+
+# -- the configuration
+
+def test_the_schema_knows_the_configuration() -> None:
+    assert schema.FILE.read_text(encoding="utf-8") == schema.updated(), "run python -m tests.deploy.schema"
+
+
+MODES = "value must be one of '', 'ebpf', 'iptables', 'ipvs', 'nftables', 'userspace'"
+
+
+@pytest.mark.parametrize(("config", "complaint"), [
+    ({"mode": "nftable"}, f"at '/config/mode': {MODES}"),
+    ({"mode": "nftable", "kproxy": {"exclusive": True}}, f"at '/config/mode': {MODES}"),
+    ({"kproxy": {"switchModes": ["iptable"]}}, "at '/config/kproxy/switchModes/0'"),
+    ({"clusterCidr": "10.0.0.0/8"}, "at '/config': additional properties 'clusterCidr' not allowed"),
+    ({"kproxy": {"liveSwitch": True}}, "at '/config/kproxy': additional properties 'liveSwitch' not allowed"),
+    ({"conntrack": {"min": "many"}}, "at '/config/conntrack/min': got string, want integer"),
+    ({"conntrack": {"min": 2**31}}, "at '/config/conntrack/min': maximum"),
+    ({"conntrack": {"udpTimeout": 30}}, "at '/config/conntrack/udpTimeout': got number, want string"),
+    ({"ipvs": {"syncPeriod": "30"}}, "at '/config/ipvs/syncPeriod': '30' does not match pattern"),
+    ({"oomScoreAdj": 1001}, "at '/config/oomScoreAdj': maximum"),
+    ({"detectLocalMode": "Cluster"}, "at '/config/detectLocalMode': value must be one of"),
+    ({"kproxy": {"modeFallback": "maybe"}}, "at '/config/kproxy/modeFallback': value must be one of"),
+    ({"kproxy": {"trafficMetrics": True}}, "at '/config/kproxy/trafficMetrics': value must be one of"),
+    ({"nodePortAddresses": "10.0.0.0/8"}, "at '/config/nodePortAddresses': got string, want"),
+    ({"featureGates": {"AllAlpha": "true"}}, "at '/config/featureGates/AllAlpha': got string, want boolean"),
+    ({"logging": {"vmodule": [{"pattern": "*"}]}}, "at '/config/logging/vmodule/0'"),
+], ids=json.dumps)  # fmt: skip
+def test_what_kproxy_would_refuse_or_ignore_is_refused(config: Object, complaint: str) -> None:
+    done = helm("template", "kproxy", str(CHART), values={"config": config})
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    mode = {config.get("mode"), *config.get("kproxy", {}).get("switchModes", [])} - {None}
+    assert mode or is_refused_or_noted(config)  # What modes there are is known to the process alone.
+
+
+def is_refused_or_noted(config: Object) -> bool:
+    about = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
+    try:
+        return bool(resolve(Flags({}), decode(json.dumps(about | config))).notices)
+    except ConfigError:
+        return True
+
+
+@pytest.mark.parametrize("config", [
+    {"mode": ""},
+    {"mode": "mine", "kproxy": {"plugins": ["mine"], "switchModes": ["nftables", "mine"]}},
+    {"kproxy": {"trafficMetrics": False, "endpointHealth": "passive", "lastResort": "5m"}},
+    {"logging": {"flushFrequency": 0, "vmodule": [{"filePattern": "*", "verbosity": 1}]}},
+    {"ipvs": {"minSyncPeriod": "1m30.5s"}, "udpIdleTimeout": "250ms"},
+    {"kproxy": {"backendOptions": {"nftables": {"flowtable": ["eth0"]}}}},
+], ids=json.dumps)  # fmt: skip
+def test_what_kproxy_takes_is_taken(config: Object) -> None:
+    data = yaml.safe_load(chart({"config": config})["ConfigMap"]["data"]["config.conf"])
+    assert {name: data[name] for name in config} == config
+
+
+def test_the_configuration_of_a_kube_proxy_is_taken() -> None:
+    config = yaml.safe_load(golden("default-config.yaml").read_text())
+    given = {name: value for name, value in config.items() if name not in ("apiVersion", "kind")}
+    data = yaml.safe_load(chart({"config": given})["ConfigMap"]["data"]["config.conf"])
+    config["clientConnection"]["kubeconfig"] = "/var/lib/kube-proxy/kubeconfig.conf"
+    assert data == config
+
+
+def test_settings_of_the_connection_keep_the_kubeconfig() -> None:
+    data = chart({"config": {"clientConnection": {"qps": 50}}})["ConfigMap"]["data"]["config.conf"]
+    assert yaml.safe_load(data)["clientConnection"] == {
+        "qps": 50, "kubeconfig": "/var/lib/kube-proxy/kubeconfig.conf"}
+
+
+@pytest.mark.parametrize("text", [
+    "0", "-0", "+1s", "1m30s", ".5h", "1.h", "1.5ms", "2us", "2µs", "2μs", "3ns",
+    "", "s", "30", "1 s", "1d", "1s-", ".s",
+])  # fmt: skip
+def test_the_schema_and_kproxy_agree_about_durations(text: str) -> None:
+    try:
+        Duration.parse(text)
+        valid = True
+    except ValueError:
+        valid = False
+    pattern = SCHEMA["definitions"]["duration"]["pattern"]
+    assert (re.search(pattern, text) is not None) == valid
 
 
 def test_a_chart_can_be_part_of_another() -> None:

@@ -95,6 +95,7 @@ def test_packages_hold_all_files_and_the_commit_and_are_the_same_from_every_chec
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("kproxy_core/COMMIT").decode().strip() == commit[:12]
         names = set(archive.namelist())
+    data = f"kproxy-{__version__}.data"
     roots = {"kproxy_core": sources, "plugins": sources / "plugins", "bpf": sources / "bpf"}
     packed = {
         str((sources / path).relative_to(roots[path.partition("/")[0]]))
@@ -102,7 +103,9 @@ def test_packages_hold_all_files_and_the_commit_and_are_the_same_from_every_chec
     }  # fmt: skip
     assert packed - names == set()
     assert {name.partition("/")[0] for name in names} == {
-        *(path.partition("/")[0] for path in packed), f"kproxy-{__version__}.dist-info"}
+        *(path.partition("/")[0] for path in packed), f"kproxy-{__version__}.dist-info", data}
+    pages = {Path(name).name for name in names if name.startswith(f"{data}/data/share/man/man8/")}
+    assert pages == {path.name for path in (CHECKOUT / "docs" / "man").iterdir()}
 
 
 def test_a_module_that_was_deleted_is_not_packed_again(tmp_path: Path) -> None:

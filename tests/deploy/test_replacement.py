@@ -1,5 +1,7 @@
 """kproxy takes kube-proxy's place on a running node, and gives it back, as docs/deploy.md has it.
 
+So does one release of kproxy to the next.
+
 kube-proxy is here what it leaves in the kernel: rules of a real one (``tests/golden``), or a table of its
 nftables mode's name. Meanwhile a client keeps one connection and makes new ones all the time.
 """
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ import pytest
 from tests.core.agreement import expect_equal
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import running
-from tests.deploy.objects import DEPLOY
+from tests.core.processes import Proxy, running
+from tests.deploy.objects import DEPLOY, Object, built, chart
+from tests.deploy.programs import program
 from tests.patience import PATIENCE
 
 PROGRAMS = Path(sys.executable).parent
@@ -31,10 +34,17 @@ SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
 
-CONFIG = {
-    "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-    "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
-}  # fmt: skip
+CONFIG = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
+
+
+def fields(mode: str, directory: Path) -> Object:
+    """Return the fields of a configuration whose state is in *directory*."""
+    manifests = golden(f"{SCENARIO}/objects.yaml").parent
+    return {
+        "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0}, "mode": mode,
+        "kproxy": {"manifests": str(manifests), "stateDirectory": str(directory / "state")},
+    }  # fmt: skip
+
 
 NFTABLES = f"""
 table ip kube-proxy {{
@@ -50,7 +60,7 @@ class Cluster:
     """A client, a node, and all pods of the Service behind it."""
 
     def __init__(self, client: Namespace, node: Namespace, pod: Namespace) -> None:
-        self.client, self.node, self.pod = client, node, pod
+        self.client, self.node, self.endpoints = client, node, pod
         node.ip(
             f"link add client type veth peer eth0 netns {client.name}", "addr add 203.0.113.1/24 dev client",
             f"link add pod type veth peer eth0 netns {pod.name}", "addr add 10.244.1.1/24 dev pod",
@@ -64,7 +74,7 @@ class Cluster:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """The pods send back whatever they get."""
-        listener = self.pod.inside(lambda: socket.create_server(("", 8080), backlog=128))
+        listener = self.endpoints.inside(lambda: socket.create_server(("", 8080), backlog=128))
 
         def echo(connected: socket.socket) -> None:
             with connected:
@@ -123,16 +133,16 @@ class Cluster:
         assert not problems, problems
         assert made > 10
 
+    def pod(self, config: Path) -> AbstractContextManager[Proxy]:
+        """A container of kproxy with the file *config*."""
+        return running(self.node, f"--config={config}", "--hostname-override=kc-node")
+
     @contextmanager
     def kproxy(self, mode: str, directory: Path) -> Iterator[None]:
         """Running; when it begins to be used it is ready, which includes that kube-proxy's rules are gone."""
         config = directory / "config.conf"
-        state = {"kproxy": {"stateDirectory": str(directory / "state")}}
-        config.write_text(json.dumps(CONFIG | state | {"mode": mode}))
-        with running(
-            self.node, "--config", str(config), "--manifests", str(golden(f"{SCENARIO}/objects.yaml").parent),
-            "--hostname-override", "kc-node",
-        ) as proxy:  # fmt: skip
+        config.write_text(json.dumps(CONFIG | fields(mode, directory)))
+        with self.pod(config) as proxy:
             proxy.await_health()
             yield
 
@@ -224,6 +234,99 @@ def test_chains_of_the_same_names_change_hands(cluster: Cluster, tmp_path: Path)
         with cluster.kproxy("iptables", tmp_path):
             assert tables(cluster) == {"filter", "nat"}
         cluster.kube_proxy("iptables")
+
+
+# -- one release after another
+
+PAGE = (DEPLOY.parent / "docs/deploy.md").read_text(encoding="utf-8")
+
+
+def upgraded() -> Object:
+    """Return the fields that the command of docs/deploy.md for an upgrade changes."""
+    (mode,) = re.findall(r"^helm upgrade kproxy deploy/chart .*--set config\.mode=(\w+)$", PAGE, re.MULTILINE)
+    return {"mode": mode}
+
+
+@pytest.mark.parametrize("command", ["install", "upgrade", "history", "rollback"])
+def test_helm_has_the_flags_on_the_page(command: str) -> None:
+    known = helm_help(command)
+    lines = re.findall(rf"^helm {command} .*$", PAGE, re.MULTILINE)
+    assert lines
+    for flag in re.findall(r"(?<= )--[\w-]+", " ".join(lines)):
+        assert re.search(rf"(?<= ){flag} ", known), flag
+
+
+def helm_help(command: str) -> str:
+    done = subprocess.run([program("helm"), command, "--help"], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_configuration_of_a_release_is_upgraded_and_rolled_back(cluster: Cluster, tmp_path: Path) -> None:
+    """The ConfigMap keeps its name: the kubelet replaces the file, and the container is started again."""
+    first = fields("nftables", tmp_path)
+    releases = [chart({"config": values}) for values in (first, first | upgraded(), first)]
+    old, new, back = ([of["DaemonSet"], of["ConfigMap"]["metadata"]] for of in releases)
+    assert old == new == back, "no pod is replaced"
+    config = tmp_path / "config.conf"
+    texts = [of["ConfigMap"]["data"]["config.conf"] for of in releases]
+    replace(config, texts[0])
+    with ExitStack() as stack:
+        pod = stack.enter_context(cluster.pod(config))
+        pod.await_health()
+        assert tables(cluster) == {"kproxy"}
+        with cluster.using():
+            for text, its_tables in ((texts[1], {"filter", "nat"}), (texts[2], {"kproxy"})):
+                replace(config, text)
+                assert "the content of the configuration file has changed" in pod.ended()[1]
+                pod = stack.enter_context(cluster.pod(config))
+                pod.await_health()
+                assert tables(cluster) == its_tables
+
+
+def test_pods_of_a_release_are_replaced_and_the_rollout_is_undone(cluster: Cluster, tmp_path: Path) -> None:
+    """The next pod begins beside the one before it; as kustomize has it, each has its own ConfigMap."""
+    first = fields("nftables", tmp_path)
+    revisions = [overlay(tmp_path / name, of) for name, of in (("old", first), ("new", first | upgraded()))]
+    assert config_map(revisions[0]) != config_map(revisions[1]), "the undone rollout has its configuration"
+    files = [tmp_path / f"{config_map(of)}.conf" for of in revisions]
+    for file, revision in zip(files, revisions, strict=True):
+        file.write_text(revision["ConfigMap"]["data"]["config.conf"])
+    with ExitStack() as stack:
+        pod = stack.enter_context(cluster.pod(files[0]))
+        pod.await_health()
+        with cluster.using():
+            for file, its_tables in ((files[1], {"filter", "nat"}), (files[0], {"kproxy"})):
+                successor = stack.enter_context(cluster.pod(file))
+                successor.await_log("standing by")
+                pod.end()
+                pod = successor
+                pod.await_health()
+                assert tables(cluster) == its_tables
+
+
+def overlay(directory: Path, config: Object) -> dict[str, Object]:
+    """Return the objects of the base with *config*, built in a new *directory*."""
+    directory.mkdir()
+    (directory / "config.conf").write_text(json.dumps(CONFIG | config))
+    (directory / "kustomization.yaml").write_text(json.dumps({
+        "resources": [os.path.relpath(DEPLOY / "base", directory.resolve())],
+        "namespace": "kube-system",
+        "configMapGenerator": [
+            {"name": "kproxy", "namespace": "kube-system", "behavior": "merge", "files": ["config.conf"]}],
+    }))  # fmt: skip
+    return built(directory)
+
+
+def config_map(objects: dict[str, Object]) -> str:
+    """Return the name of the ConfigMap that the pods mount."""
+    name: str = objects["DaemonSet"]["spec"]["template"]["spec"]["volumes"][0]["configMap"]["name"]
+    return name
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file as the kubelet does: whole, at once."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
 
 
 def tables(cluster: Cluster) -> set[str]:

@@ -4,13 +4,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.core.other_user import as_nobody
+from kproxy_conformance.processes import own_name
+from tests.core.other_user import NOBODY, as_nobody
 from tests.environments import container
+from tests.examples.pages import expect_outputs
 
 CHECKOUT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -43,6 +46,15 @@ def test_the_whole_demo_works_without_root_in_a_user_namespace() -> None:
     assert "28 of 28 checks passed" in done.stdout
 
 
+def test_the_quick_start_works_without_root_in_a_user_namespace() -> None:
+    """With what the page promises there: a change of modes, and the clean-up."""
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('page')}-") as directory:
+        os.chown(directory, NOBODY, NOBODY)
+        expect_outputs(
+            CHECKOUT / "docs" / "quickstart.md", Path(directory, "hello"), at_least=8,
+            sandbox=lambda *command: as_nobody(*command[:1], "--user", "--map-root-user", *command[1:]))
+
+
 def test_packets_are_sent_without_root_in_a_user_namespace() -> None:
     done = run(as_root_of_a_user_namespace(*PYTEST, PACKETS))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,3 +83,38 @@ def test_lanes_count_what_each_missing_right_costs() -> None:
     found = re.fullmatch(r"(\d+) passed, 0 failed, (\d+) skipped", last)
     assert found, done.stdout
     assert f"{found[2]} tests left out: network namespaces: Operation not permitted" in done.stdout
+
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+WITHOUT_RIGHTS: Mapping[str, Callable[[list[str]], list[str]]] = {
+    "container": container.command,
+    "nobody": lambda command: as_nobody(*command),
+    "only a user namespace": lambda command: ["unshare", "-Ur", *command],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("who", WITHOUT_RIGHTS)
+def test_without_rights_a_probe_promises_nothing_that_a_start_refuses(who: str, tmp_path: Path) -> None:
+    probed = run(WITHOUT_RIGHTS[who]([KPROXY, "modes", "--probe"]))
+    assert probed.returncode == 1
+    first, *others = probed.stdout.splitlines()
+    assert first == "a proxy started like this would not serve: no mode that it may use works here"
+    assert any("--userspace-listen ADDRESS" in line for line in others)
+    assert len(others) == 10, probed.stdout
+    started = run(WITHOUT_RIGHTS[who]([KPROXY, f"--manifests={tmp_path}"]))
+    assert started.returncode == 1
+    assert "no mode works on this machine" in started.stderr
+
+
+@pytest.mark.parametrize("who", WITHOUT_RIGHTS)
+def test_without_rights_a_cleanup_is_one_error(who: str) -> None:
+    done = run(WITHOUT_RIGHTS[who]([KPROXY, "--cleanup"]))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Error: permission denied, run as root or with CAP_NET_ADMIN\n"
+
+
+def test_in_a_user_namespace_with_a_network_a_probe_finds_a_mode() -> None:
+    probed = run(as_root_of_a_user_namespace(KPROXY, "modes", "--probe"))
+    assert probed.returncode == 0
+    assert probed.stdout.startswith("a proxy started like this would serve in mode nftables\n")
+    assert "ebpf         not usable  bpf(2): Operation not permitted\n" in probed.stdout

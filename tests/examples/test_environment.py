@@ -1,4 +1,7 @@
-"""``make env`` installs what is missing, or prints the command that does, with the distribution's names."""
+"""``make env`` installs what is missing, or prints the command that does, with the distribution's names.
+
+Then it builds the virtual environment, and says each step.
+"""
 
 import subprocess
 import sys
@@ -15,9 +18,26 @@ PROGRAMS = (
 )  # fmt: skip
 PYTHON = "#!/bin/sh\ncase $2 in *version*) echo {old} ;; *) echo {absent} ;; esac\n"
 RECORDING = '#!/bin/sh\necho "$0 $*" >> "$0.calls"\n'
-APT = {"apt-get": RECORDING}
-FORGETFUL = f"{RECORDING}case $1 in update) : > $0.updated ;; esac\ntest -e $0.updated\n"
+INSTALLING = """
+for package; do
+    case $package in
+    iptables) names='iptables-nft iptables-legacy' ;;
+    ipset | curl | nftables) names=${package%ables} ;;
+    *) names='' ;;
+    esac
+    for name in $names; do echo '#!/bin/sh' > "${0%/*}/$name"; /bin/chmod +x "${0%/*}/$name"; done
+done
+"""
+APT = {"apt-get": RECORDING + INSTALLING}
+FORGETFUL = f"""{RECORDING}
+case $1 in update) : > $0.updated ;; esac
+test -e $0.updated || exit 100
+{INSTALLING}"""
 """apt-get with no lists of packages yet."""
+WITHOUT_IPSET = f"""{RECORDING}
+case $* in *ipset*) echo 'E: Unable to locate package ipset'; exit 100 ;; esac
+{INSTALLING}"""
+OFFLINE = "#!/bin/sh\n[ $1 = update ] && echo \"E: Could not resolve 'deb.example'\" >&2\nexit 100\n"
 
 
 def machine(
@@ -67,7 +87,7 @@ def test_the_command_that_installs_what_is_missing_is_printed(
 ) -> None:
     done = check(machine(tmp_path, without=["nft"], absent="bcc nftables", others={manager: RECORDING}))
     assert done.returncode == 0, "what does not need them works"
-    assert done.stderr == f"make env: missing: nft bcc nftables. {expected}\n"
+    assert done.stderr == f"make env: missing: nft bcc nftables; the rest works. {expected}\n"
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
@@ -79,10 +99,26 @@ def test_without_a_python_that_makes_environments_nothing_goes_on(tmp_path: Path
 
 
 def test_packages_that_cannot_be_installed_are_named(tmp_path: Path) -> None:
-    """As in a container without a network."""
-    done = check(machine(tmp_path, without=["ipset"], uid=0, others={"apt-get": "#!/bin/sh\nexit 100\n"}))
+    """As in a container without a network: with what apt says, and its command."""
+    done = check(machine(tmp_path, without=["ipset"], uid=0, others={"apt-get": OFFLINE}))
     assert done.returncode == 0
-    assert "missing: ipset. As root: apt-get install -y --no-install-recommends ipset" in done.stderr
+    assert done.stdout == "installing ipset\nupdating apt's lists of packages\n"
+    assert done.stderr.splitlines() == [
+        "E: Could not resolve 'deb.example'",
+        "failed: apt-get update -qq",
+        "make env: missing: ipset; the rest works. As root: apt-get install -y --no-install-recommends ipset",
+    ]
+
+
+def test_a_package_that_apt_does_not_have_keeps_no_other_out(tmp_path: Path) -> None:
+    done = check(machine(tmp_path, without=["curl", "ipset"], uid=0, others={"apt-get": WITHOUT_IPSET}))
+    assert done.returncode == 0
+    assert (tmp_path / "curl").exists()
+    assert done.stderr.splitlines() == [
+        "E: Unable to locate package ipset",
+        "failed: apt-get install -y --no-install-recommends curl ipset",
+        "make env: missing: ipset; the rest works. As root: apt-get install -y --no-install-recommends ipset",
+    ]
 
 
 def test_on_a_bare_fedora_every_package_has_its_name_there(tmp_path: Path) -> None:
@@ -97,13 +133,13 @@ def test_on_a_bare_fedora_every_package_has_its_name_there(tmp_path: Path) -> No
 
 def test_root_on_debian_and_ubuntu_has_it_installed(tmp_path: Path) -> None:
     done = check(machine(tmp_path, without=["iptables-nft", "iptables-legacy"], uid=0, others=APT))
-    assert (done.returncode, done.stdout) == (0, "installing iptables\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "installing iptables\n", "")
     assert calls(tmp_path) == ["apt-get install -y --no-install-recommends iptables"]
 
 
 def test_lists_of_packages_are_fetched_if_there_are_none(tmp_path: Path) -> None:
     done = check(machine(tmp_path, without=["ipset"], uid=0, others={"apt-get": FORGETFUL}))
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     install = "apt-get install -y --no-install-recommends ipset"
     assert calls(tmp_path) == [install, "apt-get update -qq", install]
 
@@ -126,3 +162,49 @@ def test_this_machine_has_everything() -> None:
     done = subprocess.run(
         [CHECK, "env", sys._base_executable], capture_output=True, text=True, check=False)  # type: ignore[attr-defined]
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# -- the virtual environment
+
+VENV = Path(__file__).parents[1] / "venv"
+FAKE_PYTHON = r"""#!/bin/sh
+case "$*" in
+--version) echo "Python 3.11.2" ;;
+"-c pass") ;;
+-c*) echo "$(dirname "$0")" ;;
+"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+*"$FAILING"*) echo "Looking in indexes"; echo "ERROR: No matching distribution found" >&2; exit 1 ;;
+esac
+"""
+
+
+def built(directory: Path, failing: str) -> "subprocess.CompletedProcess[str]":
+    """Run the script in *directory*; pip fails when it is told to install *failing*."""
+    python = directory / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FAILING": failing}
+    return subprocess.run(
+        [VENV, ".venv", python], cwd=directory, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_each_step_of_building_the_environment_is_said(tmp_path: Path) -> None:
+    done = built(tmp_path, failing="nothing")
+    assert (done.returncode, done.stderr) == (0, "")
+    *steps, last = done.stdout.splitlines()
+    assert steps == [
+        "make env: making .venv with Python 3.11.2",
+        "make env: getting setuptools and wheel",
+        "make env: getting the packages that kproxy needs",
+        "make env: getting those that its tests need, a minute",
+    ]
+    assert last.startswith("make env: .venv is ready, after ")
+
+
+def test_a_step_that_fails_is_shown_with_its_command_and_output(tmp_path: Path) -> None:
+    done = built(tmp_path, failing=".[test]")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "make env: getting those that its tests need, a minute"
+    *output, command = done.stderr.splitlines()
+    assert output == ["Looking in indexes", "ERROR: No matching distribution found"]
+    assert command.startswith("make env: failed: .venv/bin/python -m pip install ")

@@ -1,13 +1,9 @@
 """The commands of README.md print what stands below them."""
 
-import re
 from pathlib import Path
 
-from tests.examples.pages import CHECKOUT, outputs_of
-
-PAGE = CHECKOUT / "README.md"
+from tests.examples.pages import CHECKOUT, expect_outputs
 
 
 def test_the_first_screen_shows_a_real_answer(tmp_path: Path) -> None:
-    (shown,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert outputs_of(PAGE, tmp_path) == [shown]
+    expect_outputs(CHECKOUT / "README.md", tmp_path, at_least=1)

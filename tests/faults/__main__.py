@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from tests.faults.faults import FAULTS, Fault
 
 CHECKOUT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def main(names: Sequence[str]) -> int:
         sys.exit(f"no such fault: {', '.join(unknown)}; known are {', '.join(known)}")
     faults = [known[name] for name in names] or list(FAULTS)
     caught: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="kproxy-faults-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{own_name('faults')}-") as directory:
         scratch = Scratch(Path(directory).resolve())
         for fault in faults:
             planted(fault, CHECKOUT)

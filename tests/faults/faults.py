@@ -26,9 +26,8 @@ FAULTS = (
           "min(self._next * 2, self._longest)", "min(self._next, self._longest)",
           ("tests/core/model/test_timing.py",)),
     # kproxy_core/plan
-    Fault("giants-counted-by-endpoints", "kproxy_core/plan/budget.py",
-          "return destinations * frontends_of_port(service, family) if service is not None else destinations",
-          "return destinations",
+    Fault("no-limit-for-addresses", "kproxy_core/plan/budget.py",
+          "most_external = min(external, max(0, budget.frontends // ports - 2))", "most_external = external",
           ("tests/core/plan/test_budget.py",)),
     Fault("terminating-endpoints-beside-ready-ones", "kproxy_core/plan/endpoints.py",
           "cluster = _near(ready, node) or fallback", "cluster = [*_near(ready, node), *fallback]",
@@ -83,7 +82,7 @@ FAULTS = (
           "self._retry_at = ended + self._failures.delay()", "self._retry_at = ended",
           ("tests/core/sync/test_pacing.py",)),
     Fault("what-is-withheld-is-deleted", "kproxy_core/sync/plans.py",
-          "{key: self._held(key) for key in withheld}", "{key: None for key in withheld}",
+          "{key: self._plan_to_keep(key, left_out) for key in left_out}", "dict.fromkeys(left_out)",
           ("tests/core/sync/test_isolation.py",)),
     # kproxy_core/observe
     Fault("healthz-200-while-syncs-fail", "kproxy_core/observe/health.py",

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from kproxy_conformance.processes import own_name
 from tests.fleet import kubectl
 from tests.fleet.fleet import PORT, Fleet
 from tests.patience import PATIENCE
@@ -99,7 +100,7 @@ def written(page: str, steps: list[Step]) -> str:
 
 def main() -> None:
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{own_name('fleet')}-")))
         fleet = Fleet(stack, directory)
         steps = run(fleet, directory)
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), steps), encoding="utf-8")

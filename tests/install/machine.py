@@ -19,7 +19,7 @@ mount -t tmpfs tmpfs "$2"
 cd "$2"
 mkdir changes work root cgroups
 mount -t cgroup2 cgroup2 cgroups
-cgroup=cgroups/kproxy-test-$$
+cgroup=cgroups/kproxy-machine-of-$KPROXY_TEST_RUN-$$
 mkdir "$cgroup"
 echo $$ > "$cgroup/cgroup.procs"
 unshare --cgroup --fork --ipc --kill-child --mount --pid --uts sh -euc '

@@ -93,16 +93,16 @@ def on_this_machine(built: Path, directory: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def on_debian(built: Path, directory: Path, *, own_python: bool) -> Iterator[Place]:
-    """Install *built* on Debian 13, as if nobody had installed python3-nftables.
+def on_debian(built: Path, directory: Path, *, suite: str, python: str, own_python: bool) -> Iterator[Place]:
+    """Install *built* on the Debian *suite*, as if nobody had installed python3-nftables.
 
-    With *own_python*, by Debian's Python and pip. Else in an environment of a Python that is not Debian's and
-    without a pip of its own, as pipx and uv make it.
+    *python*: the version. With *own_python*, by Debian's Python and pip. Else in an environment of a Python
+    that is not Debian's and without a pip of its own, as pipx and uv make it.
     """
     directory.mkdir()
-    with debian("trixie", directory) as system:
+    with debian(suite, directory) as system:
         place = Place(system, "/opt/kproxy/bin")
-        wheels = place.put(dependencies("3.13" if own_python else "3.11"))
+        wheels = place.put(dependencies(python))
         install = [*_offline(wheels), place.put(built)]
         commands = [
             ["python3", "-m", "venv", "/opt/kproxy"],

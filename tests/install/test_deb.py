@@ -135,7 +135,8 @@ def test_without_systemd_it_is_installed_and_served_by_hand(package: Path, tmp_p
         assert output(node, "kproxy", "unit") == shipped
         completions = "/usr/share/bash-completion/completions/kproxy"
         assert "kproxy" in output(node, "bash", "-c", f". {completions}; complete -p kproxy")
-        assert ".SH NAME\nkproxy " in output(node, "zcat", "/usr/share/man/man8/kproxy-explain.8.gz")
+        page = output(node, "zcat", "/usr/share/man/man8/kproxy-explain.8.gz")
+        assert ".SH NAME\nkproxy\\-explain " in page
         add_services(node)
         with started(network, ["ip", "netns", "exec", network.name,
                                *node.command("kproxy", "--config=/etc/kproxy/config.yaml")]):

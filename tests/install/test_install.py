@@ -1,12 +1,13 @@
 """kproxy installed from its wheel, without extras: it serves, and names what is missing for the rest.
 
-In virtual environments of this machine's Python, of Debian 13's, and of one that is not Debian's.
+In virtual environments of the Pythons of this machine, of Debian 13 and 14, and of one that is not Debian's.
 """
 
 import json
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +19,7 @@ from kproxy_core import __version__
 from tests.core.namespaces import Namespace, namespace, own_network
 from tests.core.processes import started
 from tests.deploy.test_packages import build, checkout
-from tests.install.places import BINDING, ELSEWHERE, Place, on_debian, on_this_machine
+from tests.install.places import BINDING, CHECKOUT, ELSEWHERE, Place, on_debian, on_this_machine
 from tests.patience import PATIENCE
 
 __all__ = ["own_network"]
@@ -29,8 +30,9 @@ Where = Callable[[Path, Path], AbstractContextManager[Place]]
 
 PLACES: dict[str, Where] = {
     "machine": on_this_machine,
-    "debian-13": partial(on_debian, own_python=True),
-    "debian-13-other-python": partial(on_debian, own_python=False),
+    "debian-13": partial(on_debian, suite="trixie", python="3.13", own_python=True),
+    "debian-13-other-python": partial(on_debian, suite="trixie", python="3.11", own_python=False),
+    "debian-14": partial(on_debian, suite="forky", python="3.14", own_python=True),
 }
 WEB = """
 apiVersion: kproxy.dev/v1
@@ -83,6 +85,13 @@ def missing(mode: str, place: Place) -> dict[str, str]:
 def test_the_version_is_that_of_the_checkout(place: Place) -> None:
     done = place.kproxy("--version")
     assert done.stdout.startswith(f"kproxy {__version__}"), done.stderr
+
+
+def test_the_classifiers_name_the_python_that_serves(place: Place) -> None:
+    show = "import platform; print('{}.{}'.format(*platform.python_version_tuple()))"
+    version = place.run(f"{place.programs}/python", "-c", show).stdout.strip()
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
 
 
 def test_the_modes_that_need_nothing_else_work(place: Place) -> None:

@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from kproxy_conformance.processes import own_name
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.mounts import mount_bpf_file_system
 from kproxy_ebpf.names import ATTACH_TYPES
+from tests.sweep import begin
 
 
 def main() -> int:
@@ -28,6 +30,7 @@ def main() -> int:
     os.environ["SWITCH_EACH_TICK"] = str(arguments.connections)
     from tests.soak.soak import Soak
 
+    begin()
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="soak-"))
     directory.mkdir(parents=True, exist_ok=True)
     print(f"logs in {directory}", flush=True)
@@ -60,7 +63,7 @@ def _own_cgroup() -> Iterator[Path]:
     cgroups = Path("/proc/self/cgroup").read_text().splitlines()
     before = next(line for line in cgroups if line.startswith("0::"))
     _check_that_nobody_translates(Path(tree))
-    made = Path(tree, f"kproxy-soak-{os.getpid()}")
+    made = Path(tree, own_name("soak"))
     made.mkdir()
     (made / "cgroup.procs").write_text(str(os.getpid()))
     try:

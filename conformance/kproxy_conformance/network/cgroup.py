@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kproxy_conformance.network.rights import MissingRight
-from kproxy_conformance.processes import owner
+from kproxy_conformance.processes import own_name
 
 
 class NodeCgroup:
@@ -20,7 +20,7 @@ class NodeCgroup:
     def __init__(self) -> None:
         """Raises MissingRight where cgroups can't be made."""
         self._root = _root()
-        self._home = self._root / f"kproxy-test-{owner()}"
+        self._home = self._root / own_name("node")
         self.path = self._home / "node"
         try:
             self.path.mkdir(parents=True)

@@ -13,6 +13,7 @@ COMMANDS = {
     "verify": "Connect from every node to every Service by TCP.",
     "top": "Show the traffic of each Service, summed over the nodes.",
     "report": "Collect the archives for a bug report.",
+    "version": "Print the version.",
     "switch": "Switch the proxies of many nodes to another mode; connections stay open.",
 }
 """The first sentence of each command's help."""

@@ -1,14 +1,14 @@
 """``kubectl kproxy diff``: every node's kernel compared with its plans."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kproxy_core.cli.diff import DIFFERENT, SAME, UNCLEAR
+from kproxy_core.cli.diff import DIFFERENT, SAME
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import Row, gathered, show_table, show_unreached
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
+from kproxy_core.cli.terminal import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,23 +46,21 @@ def show(shared: "Sequence[Shared]", unreached: "Mapping[str, str]", nodes: int)
 @click.command("diff", cls=FlagCommand)
 @NODES
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 def command(cluster: "Cluster", nodes: str, output: str) -> int:
     """Compare what each node's kernel does with packets to what it should do.
 
     A difference that several nodes have is listed once; those of the fewest nodes come first. Nothing is
-    written. Exit status: 0 if all nodes agree with their plans, 1 if one differs or does not answer, 2 if
-    that is unclear.
+    written. Exit status: 0 if all nodes agree with their plans, 1 if one differs or does not answer, or that
+    is unclear.
     """
     from kproxy_core.fleet.answers import Diff
     from kproxy_core.fleet.summary import shared_differences
 
     found, unreached = gathered(cluster, nodes, ASKED, Diff, timeout=_TIMEOUT)
     shared = shared_differences(found)
-    if output == "json":
-        click.echo(json.dumps(document(shared, unreached, len(found)), indent=2))
+    if output != "text":
+        click.echo(encoded(document(shared, unreached, len(found)), output))
     else:
         show(shared, unreached, len(found))
-    if unreached or any(each.difference.kind != "unclear" for each in shared):
-        return DIFFERENT
-    return UNCLEAR if shared else SAME
+    return DIFFERENT if unreached or shared else SAME

@@ -9,7 +9,7 @@ import click
 from kproxy_core.cli.explain import OUTCOMES, VERDICTS
 from kproxy_core.cli.kubectl.options import with_cluster_and_namespace
 from kproxy_core.cli.kubectl.tables import aligned, progress_bar
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.status import age
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer, strong
@@ -134,12 +134,12 @@ def _line(label: str, text: str) -> str:
 @click.argument("sender", metavar="FROM")
 @click.argument("to", metavar="TO")
 @with_cluster_and_namespace
-@TEXT_OR_JSON
+@OUTPUT
 def command(cluster: "Cluster", sender: str, to: str, namespace: str, output: str) -> int:
     """Explain what happens to packets from FROM to TO, and why, in the whole cluster.
 
     FROM is [NAMESPACE/]POD, NODE, an address or outside. TO is ADDRESS[:PORT[/PROTOCOL]],
-    node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME].
+    node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]].
 
     The node that decides is asked, or every node if any may be dialled; then the nodes of the endpoints. What
     they know is compared with the API server's objects. Problems come first. Exit status: 1 if there are any,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kproxy_core.cli.run import Mistake
 from kproxy_core.linux import packages
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ def fleet_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
+        from kproxy_core.fleet.errors import BadKubeconfig, Forbidden, NoCluster, Unreached
 
+        if isinstance(error, BadKubeconfig):
+            raise Mistake(str(error)) from error
         if isinstance(error, (Forbidden, NoCluster, Unreached)):
             raise click.ClickException(str(error)) from error
         raise

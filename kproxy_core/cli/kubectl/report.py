@@ -1,7 +1,6 @@
 """``kubectl kproxy report``: the archive of each node, in one place."""
 
 import io
-import json
 import re
 import tarfile
 import time
@@ -14,8 +13,9 @@ import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import progress_bar, selected, show_unreached
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.report import create
+from kproxy_core.cli.terminal import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def collect(cluster: "Cluster", nodes: "Sequence[Node]", add: Add) -> tuple[list
 @click.argument("place", metavar="[FILE.tar|DIRECTORY]", default="")
 @NODES
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 def command(cluster: "Cluster", place: str, nodes: str, output: str) -> int:
     """Collect the archives for a bug report.
 
@@ -95,8 +95,8 @@ def command(cluster: "Cluster", place: str, nodes: str, output: str) -> int:
             names, unreached = collect(cluster, chosen, add)
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror}") from error
-    if output == "json":
-        click.echo(json.dumps({"file": place, "nodes": sorted(names), "unreached": unreached}, indent=2))
+    if output != "text":
+        click.echo(encoded({"file": place, "nodes": sorted(names), "unreached": unreached}, output))
     else:
         show_unreached(unreached)
         click.echo(f"{place}: {len(names)} of {len(names) + len(unreached)} nodes")

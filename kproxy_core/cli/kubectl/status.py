@@ -1,14 +1,14 @@
 """``kubectl kproxy status``: every node, those with problems first."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import Row, asked, selected, show_table
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.status import age
+from kproxy_core.cli.terminal import encoded
 
 if TYPE_CHECKING:
     from kproxy_core.fleet.answers import Status
@@ -66,7 +66,7 @@ def row(node: "Node", found: "Status | Unreached") -> Row:
 @click.command("status", cls=FlagCommand)
 @NODES
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 def command(cluster: "Cluster", nodes: str, output: str) -> int:
     """Say which nodes' proxies are well.
 
@@ -75,9 +75,9 @@ def command(cluster: "Cluster", nodes: str, output: str) -> int:
     """
     found = read(cluster, nodes)
     well = sum(is_well(status) for _, status in found)
-    if output == "json":
+    if output != "text":
         documents = [document(node, status) for node, status in found]
-        click.echo(json.dumps({"nodes": documents, "well": well}, indent=2))
+        click.echo(encoded({"nodes": documents, "well": well}, output))
     else:
         show_table(HEADERS, [row(node, status) for node, status in found])
         click.echo(f"{well} of {len(found)} nodes are well")

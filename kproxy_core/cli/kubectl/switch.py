@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -16,8 +15,8 @@ import click
 
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import asked, selected
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
-from kproxy_core.cli.terminal import bad, faint, good, hint, show
+from kproxy_core.cli.options import OUTPUT, FlagCommand, complete_mode
+from kproxy_core.cli.terminal import bad, encoded_event, faint, good, hint, show
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -33,7 +32,7 @@ _OFTEN = 1.0
 # What would be lost.
 
 
-def check(cluster: Cluster, nodes: Sequence[Node], mode: str, *, as_json: bool) -> bool:
+def check(cluster: Cluster, nodes: Sequence[Node], mode: str, output: str) -> bool:
     """Print what each node would lose with *mode*. Return whether none would, and none refuses."""
     from kproxy_core.fleet.node_switch import Check, checking
 
@@ -46,8 +45,8 @@ def check(cluster: Cluster, nodes: Sequence[Node], mode: str, *, as_json: bool) 
         else:
             serves, losses = found.mode, found.losses
         would_do = would_do and not losses and not problem
-        if as_json:
-            _print_event("check", node=node.name, serves=serves, losses=losses, problem=problem)
+        if output != "text":
+            _print_event(output, "check", node=node.name, serves=serves, losses=losses, problem=problem)
             continue
         for loss in losses:
             show(f"{node.name}: {bad('lost')}: {loss}")
@@ -55,8 +54,8 @@ def check(cluster: Cluster, nodes: Sequence[Node], mode: str, *, as_json: bool) 
             show(f"{node.name}: {bad('cannot be switched')}: {problem}")
         elif not losses:
             show(f"{node.name}: {good(f'{mode} already serves' if serves == mode else 'nothing is lost')}")
-    if as_json:
-        _print_event("summary", well=would_do)
+    if output != "text":
+        _print_event(output, "summary", well=would_do)
     return would_do
 
 
@@ -172,9 +171,9 @@ def _interrupts(events: _Events) -> Iterator[None]:
 class Printer:
     """Prints the rollout as it goes on."""
 
-    def __init__(self, *, as_json: bool, go_on: str, go_back: str) -> None:
+    def __init__(self, output: str, *, go_on: str, go_back: str) -> None:
         """*go_on* and *go_back* are the commands for that; "": there is no way back."""
-        self._as_json = as_json
+        self._output = output
         self._go_on = go_on
         self._go_back = go_back
         self._width = 0
@@ -183,8 +182,8 @@ class Printer:
         from kproxy_core.fleet.switch import State
 
         self._width = max(len(move.name) for move in rollout.moves)
-        if self._as_json:
-            _print_event("plan", at_a_time=rollout.at_a_time,
+        if self._output != "text":
+            _print_event(self._output, "plan", at_a_time=rollout.at_a_time,
                          nodes=[_document(move) for move in rollout.moves])
             return
         for move in rollout.of(State.THERE):
@@ -200,22 +199,22 @@ class Printer:
             show(f"{way}: {_names(moves)}")
 
     def began(self, move: Move) -> None:
-        if self._as_json:
-            _print_event("begin", node=move.name, serves=move.serves, goal=move.goal)
+        if self._output != "text":
+            _print_event(self._output, "begin", node=move.name, serves=move.serves, goal=move.goal)
         else:
             self._line(move.name, f"from {move.serves} to {move.goal}")
 
     def stepped(self, node: str, step: str) -> None:
-        if self._as_json:
-            _print_event("step", node=node, step=step)
+        if self._output != "text":
+            _print_event(self._output, "step", node=node, step=step)
         else:
             self._line(node, bad(step) if step.startswith("rolling back") else faint(step))
 
     def ended(self, move: Move) -> None:
         from kproxy_core.fleet.switch import FAILED
 
-        if self._as_json:
-            _print_event("end", node=move.name, state=move.state.value, reasons=move.reasons)
+        if self._output != "text":
+            _print_event(self._output, "end", node=move.name, state=move.state.value, reasons=move.reasons)
         elif move.state in FAILED:
             self._line(move.name, f"{bad(move.state.value)}: {_some(move.reasons)}")
         else:
@@ -224,8 +223,8 @@ class Printer:
     def interrupted(self, rollout: Rollout) -> None:
         from kproxy_core.fleet.switch import State
 
-        if self._as_json:
-            _print_event("interrupt")
+        if self._output != "text":
+            _print_event(self._output, "interrupt")
         elif under_way := rollout.of(State.UNDER_WAY):
             show(hint(f"no further node begins; waiting for {_names(under_way)}. Ctrl-C again leaves now"))
 
@@ -234,9 +233,9 @@ class Printer:
 
         after = advice(rollout, self._go_on, self._go_back)
         differing = list(configurations(rollout))
-        if self._as_json:
+        if self._output != "text":
             _print_event(
-                "summary", well=rollout.is_well, interrupted=rollout.is_interrupted,
+                self._output, "summary", well=rollout.is_well, interrupted=rollout.is_interrupted,
                 nodes=[_document(move) for move in rollout.moves], advice=[one._asdict() for one in after],
                 configurations=[one._asdict() for one in differing])
             return
@@ -255,8 +254,8 @@ class Printer:
         show(f"{node:{self._width}}  {text}")
 
 
-def _print_event(name: str, **fields: Any) -> None:
-    click.echo(json.dumps({"event": name, **fields}))
+def _print_event(output: str, name: str, **fields: Any) -> None:
+    click.echo(encoded_event({"event": name, **fields}, output))
 
 
 def _document(move: Move) -> Mapping[str, Any]:
@@ -297,7 +296,7 @@ def _commands(context: click.Context) -> tuple[str, str]:
 
 
 @click.command("switch", cls=FlagCommand)
-@click.argument("mode")
+@click.argument("mode", shell_complete=complete_mode)
 @NODES
 @click.option("--at-a-time", metavar="N", type=click.IntRange(1), default=1, show_default=True,
               help="Maximum number of nodes under way.")
@@ -309,7 +308,7 @@ def _commands(context: click.Context) -> tuple[str, str]:
               help="Go back from MODE: each node to the mode that served before, with its losses.")
 @click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal.")
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 @click.pass_context
 def command(
     context: click.Context, cluster: Cluster, mode: str, nodes: str, at_a_time: int, only_check: bool,
@@ -326,16 +325,15 @@ def command(
     """
     from kproxy_core.fleet.switch import State
 
-    as_json = output == "json"
     if only_check and undo:
         raise click.UsageError("--check and --undo exclude each other")
     if not (only_check or yes or sys.stdin.isatty()):
         raise click.UsageError("--yes is required without a terminal")
     targets = selected(cluster, nodes)
     if only_check:
-        return 0 if check(cluster, targets, mode, as_json=as_json) else 1
+        return 0 if check(cluster, targets, mode, output) else 1
     go_on, go_back = _commands(context)
-    printer = Printer(as_json=as_json, go_on=go_on, go_back=go_back)
+    printer = Printer(output, go_on=go_on, go_back=go_back)
     rollout = survey(cluster, targets, mode, at_a_time=at_a_time, undo=undo)
     printer.planned(rollout)
     if (count := len(rollout.of(State.WAITING))) and not yes:

@@ -117,7 +117,10 @@ def show_table(headers: Sequence[str], rows: Sequence[Row]) -> None:
         table.add_column(header, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row.cells), style="red" if row.is_odd else "")
-    Console(no_color=bool(os.environ.get("NO_COLOR"))).print(table)
+    console = Console(no_color=bool(os.environ.get("NO_COLOR")))
+    with console.capture() as printed:
+        console.print(table)
+    click.echo(printed.get(), nl=False)
 
 
 def _shortened(cell: str) -> str:

@@ -1,6 +1,5 @@
 """``kubectl kproxy top``: the traffic of Services, summed over nodes."""
 
-import json
 from typing import TYPE_CHECKING
 
 import click
@@ -8,7 +7,8 @@ import click
 from kproxy_core.app.requests import MOST_SERVICE_PORTS
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import Row, gathered, show_table, show_unreached
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
+from kproxy_core.cli.terminal import encoded
 from kproxy_core.cli.top import volume
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def show(
               help="Maximum number of service ports that are printed.")
 @NODES
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 def command(cluster: "Cluster", search: str, count: int, nodes: str, output: str) -> int:
     """Show the traffic of each Service, summed over the nodes.
 
@@ -70,9 +70,9 @@ def command(cluster: "Cluster", search: str, count: int, nodes: str, output: str
              "-o", "json")
     found, unreached = gathered(cluster, nodes, asked, Top)
     totals = total_traffic(found)
-    if output == "json":
-        click.echo(json.dumps({"nodes": len(found), "unreached": unreached,
-                               "services": msgspec.to_builtins(totals[:count])}, indent=2))
+    if output != "text":
+        click.echo(encoded({"nodes": len(found), "unreached": unreached,
+                            "services": msgspec.to_builtins(totals[:count])}, output))
     else:
         show(totals, found, unreached, count)
     return 1 if unreached else 0

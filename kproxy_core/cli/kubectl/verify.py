@@ -1,6 +1,5 @@
 """``kubectl kproxy verify --traffic``: connections from every node to every frontend."""
 
-import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,8 @@ import click
 from kproxy_core.cli.diff import DIFFERENT, SAME
 from kproxy_core.cli.kubectl.options import NODES, with_cluster
 from kproxy_core.cli.kubectl.tables import Row, gathered, show_table, show_unreached
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand
+from kproxy_core.cli.options import OUTPUT, FlagCommand
+from kproxy_core.cli.terminal import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,9 +59,9 @@ def show(
 
 
 @click.command("verify", cls=FlagCommand)
+@click.argument("to", metavar="[TO]", default="")
 @click.option("--traffic", is_flag=True, help="Required: open connections. `kubectl kproxy diff` opens none.")
-@click.option("--service", metavar="[NAMESPACE/]NAME[:PORT NAME]", default="",
-              help="Only the frontends of this Service or service port.")
+@click.option("--service", metavar="TO", default="", hidden=True, help="As TO.")
 @click.option("--rate", metavar="N", type=click.FloatRange(0.1, 10_000), default=50, show_default=True,
               help="Connections per second from each node.")
 @click.option("--connections", metavar="N", type=click.IntRange(1), default=10, show_default=True,
@@ -72,16 +72,16 @@ def show(
               help="Limit for each node.")
 @NODES
 @with_cluster
-@TEXT_OR_JSON
+@OUTPUT
 def command(
-    cluster: "Cluster", traffic: bool, service: str, rate: float, connections: int, at_a_time: int,
+    cluster: "Cluster", to: str, traffic: bool, service: str, rate: float, connections: int, at_a_time: int,
     timeout: float, nodes: str, output: str,
 ) -> int:
     """Connect from every node to every Service by TCP.
 
-    The connections are closed at once: no data is sent. Failures are shown as a matrix; frontends that fail
-    from the fewest nodes come first. Exit status: 0 if all connections do what the plans say, 1 if some do
-    not, or a node does not answer.
+    With TO, [NAMESPACE/]SERVICE[:PORT], only to that one. The connections are closed at once: no data is
+    sent. Failures are shown as a matrix; frontends that fail from the fewest nodes come first. Exit status: 0
+    if all connections do what the plans say, 1 if some do not, or a node does not answer.
     """
     if not traffic:
         raise click.UsageError(
@@ -89,15 +89,15 @@ def command(
     from kproxy_core.fleet.answers import Verified
     from kproxy_core.fleet.summary import failing_frontends
 
-    asked = ("kproxy", "verify", "--traffic", f"--service={service}", f"--rate={rate}",
+    asked = ("kproxy", "verify", "--traffic", f"--service={to or service}", f"--rate={rate}",
              f"--connections={connections}", "-o", "json")
     found, unreached = gathered(cluster, nodes, asked, Verified, at_a_time=at_a_time, timeout=timeout)
     failing = failing_frontends(found)
-    if output == "json":
-        click.echo(json.dumps({
+    if output != "text":
+        click.echo(encoded({
             "nodes": len(found), "unreached": unreached,
             "failures": [{"frontend": each.frontend, "service_port": each.service_port,
-                          "nodes": each.problems} for each in failing]}, indent=2))
+                          "nodes": each.problems} for each in failing]}, output))
     else:
         show(found, failing, unreached)
     return DIFFERENT if failing or unreached else SAME

@@ -156,7 +156,7 @@ def test_a_probe_tells_what_other_programs_have_done(
 ) -> None:
     with ExitStack() as stack:
         HARMFUL[situation](node, tmp_path, monkeypatch, stack)
-        done = kproxy("modes", "--probe", "--mode=iptables", node=node)
+        done = kproxy("modes", "--probe", "-v", "--mode=iptables", node=node)
     assert "missing  tables of IPv4 that other programs leave usable for iptables: " in done.stdout
     assert done.returncode == 1
 

@@ -60,6 +60,7 @@ class Known:
     problem: str = ""
     """Of relays."""
     unserved: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    pending: Mapping[ServicePortKey, ServicePlan | None] = field(default_factory=dict)
     loopback: Address | None = None
     """The address of loopback where the mode serves node ports."""
 
@@ -310,7 +311,10 @@ ERRORS = {
     "other/web": "near names: shop/web",
     "shop/web:https": "has no port 'https', but 'http'",
     "wbe": "no Service wbe .*; near names: shop/web",
-    "web:https": "Service web has no port 'https', but 'http'",
+    "web:https": "Service web has no port 'https', but 'http' [(]80/TCP[)]",
+    "web:81": "Service web has no port '81', but 'http'",
+    "web:80/udp": "Service web has no port '80/UDP', but 'http'",
+    "web:80/icmp": "'icmp' is not tcp, udp or sctp",
     "10.96.0.7": "no Service has a frontend at 10.96.0.7",
     "10.96.0.1:": "is not a target",
     "10.96.0.1:80/icmp": "'icmp' is not tcp, udp or sctp",
@@ -326,8 +330,9 @@ def test_a_question_without_answer_names_a_remedy(to: str) -> None:
         asked(known(HERE), to)
 
 
-@pytest.mark.parametrize("to", ["web", "web:http", "shop/web"])
-def test_the_namespace_may_be_left_out(to: str) -> None:
+@pytest.mark.parametrize(
+    "to", ["web", "web:http", "web:80", "shop/web", "shop/web:80", "shop/web:http/tcp", "web:80/TCP"])
+def test_the_namespace_and_the_port_may_be_left_out(to: str) -> None:
     assert [case.question for case in asked(known(HERE), to)] == [
         case.question for case in asked(known(HERE), "shop/web")]
 

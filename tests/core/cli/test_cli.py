@@ -106,11 +106,11 @@ def test_the_version_is_printed_without_heavy_imports() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_failure_is_one_line_and_status_1(
+def test_a_mistake_is_one_line_and_status_2(
     arguments: list[str], problem: str
 ) -> None:
     done = kproxy(*arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
 

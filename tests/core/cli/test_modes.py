@@ -55,9 +55,9 @@ def test_a_probe_reports_its_findings_and_leaves_nothing(node: Namespace) -> Non
 
 
 def test_the_text_has_a_line_for_each_requirement(node: Namespace) -> None:
-    lines = node.run(KPROXY, "modes", "nftables", "--probe").splitlines()
-    assert lines[0] == "machine"
-    assert "  usable" in lines
+    lines = node.run(KPROXY, "modes", "nftables", "--probe", "-v").splitlines()
+    assert lines[:2] == ["a proxy started like this would serve in mode nftables", "nftables     usable"]
+    assert "machine" in lines
     assert any(line.startswith("  ok       ip: reject: works") for line in lines)
     assert not any(line.startswith("iptables ") for line in lines)
 
@@ -68,8 +68,11 @@ def test_the_exit_status_depends_on_the_requested_mode(
 ) -> None:
     install(tmp_path, "some", {"no": "some_no"}, some_no=plugin("no", usable=False))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    probed = kproxy("modes", argument, "--probe")
+    probed = kproxy("modes", argument, "--probe", "-v")
     assert probed.returncode == 1
+    assert probed.stdout.splitlines()[:2] == [
+        "a proxy started like this would not serve: no mode that it may use works here",
+        "no           not usable  a kernel: one"]
     assert "  missing  a kernel: one\n           get one\n" in probed.stdout
     assert kproxy("modes", argument).returncode == 0
 
@@ -82,8 +85,8 @@ def test_the_mode_of_a_configuration_file_is_asked_for(tmp_path: Path, node: Nam
     )
     probed = kproxy("modes", "--probe", f"--config={config}", node=node)
     assert probed.returncode == 1
-    assert "missing  options: ipvs.scheduler: 'fastest': must be one of rr, wrr" in probed.stdout
-    assert "a proxy started like this would serve" not in probed.stdout
+    assert "not usable  options: ipvs.scheduler: 'fastest': must be one of rr, wrr" in probed.stdout
+    assert probed.stdout.startswith("a proxy started like this would not serve")
     assert kproxy("modes", "nftables", "--probe", f"--config={config}", node=node).returncode == 0
 
 
@@ -97,7 +100,7 @@ def test_the_mode_of_a_configuration_file_is_asked_for(tmp_path: Path, node: Nam
 )
 def test_a_question_without_answer_is_an_error(arguments: tuple[str, ...], problem: str) -> None:
     done = kproxy("modes", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert problem in done.stderr
 
 
@@ -135,3 +138,17 @@ def test_a_plugin_that_leaves_out_arguments_is_asked_all_the_same(
     install(tmp_path, "some", {"frugal": "some_frugal"}, some_frugal=frugal)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert kproxy("modes", "frugal", "--probe").returncode == 0
+
+
+def test_a_probe_promises_nothing_over_the_network_namespace_of_another_user(node: Namespace) -> None:
+    """A user namespace of its own gives all capabilities, but none over a network namespace outside."""
+    for own_network in (False, True):
+        command = ["ip", "netns", "exec", node.name, "unshare", "-Urn" if own_network else "-Ur",
+                   KPROXY, "modes", "--probe"]
+        probed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert probed.returncode == (0 if own_network else 1)
+        assert ("nftables     usable" in probed.stdout.splitlines()) == own_network
+        assert len(probed.stdout.splitlines()) < 12
+    start = subprocess.run(
+        ["unshare", "-Ur", KPROXY, "--mode=nftables", "--manifests=/"], capture_output=True, check=False)
+    assert start.returncode == 1

@@ -83,5 +83,5 @@ def test_services_that_later_versions_stop_serving_are_named(node: Namespace, ma
 
 def test_a_failed_plan_is_reported_in_a_line(node: Namespace) -> None:
     done = subprocess.run([KPROXY, "plan"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "give DIR, KUBECONFIG" in done.stderr

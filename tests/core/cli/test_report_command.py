@@ -78,7 +78,7 @@ def test_without_a_proxy_an_archive_notes_it_and_has_the_rest(node: Namespace, t
         [KPROXY, "explain", "shop/web", "--report", str(tmp_path / "a.tar.gz")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, "not a report of kproxy with objects" in done.stderr) == (1, True)
+    assert (done.returncode, "not a report of kproxy with objects" in done.stderr) == (2, True)
 
 
 def test_objects_are_reported_without_a_proxy(node: Namespace, manifests: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_on_a_terminal_the_archive_is_a_file_where_it_runs(manifests: Path, tmp_
 
 def test_no_archive_is_written_to_a_terminal(tmp_path: Path) -> None:
     status, text = on_a_terminal(tmp_path, "-")
-    assert (status, "name a file or use a pipe" in text) == (1, True)
+    assert (status, "name a file or use a pipe" in text) == (2, True)
 
 
 @pytest.mark.parametrize(("value", "shown"), [

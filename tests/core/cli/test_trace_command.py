@@ -30,9 +30,12 @@ TABLE = "kproxy-trace-"
 
 
 @contextmanager
-def traced(node: Namespace, *words: str, tables: int = 1) -> Iterator["subprocess.Popen[str]"]:
+def traced(
+    node: Namespace, *words: str, tables: int = 1, seconds: int = 20
+) -> Iterator["subprocess.Popen[str]"]:
     """A trace, once the rules of *tables* traces are in the kernel."""
-    command = ["ip", "netns", "exec", node.name, KPROXY, "trace", *words, "-o", "json", "--seconds=20"]
+    command = ["ip", "netns", "exec", node.name, KPROXY, "trace", *words, "-o", "json",
+               f"--seconds={seconds}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             while node.run("nft", "list", "tables").count(TABLE) < tables:
@@ -93,6 +96,23 @@ def test_sockets_that_programs_translate_tell_the_frontend_that_they_dialled(
             assert packet["because"] == "chosen when the socket connected"
 
 
+@pytest.mark.parametrize("by_flags", [False, True], ids=["of the proxy", "of manifests"])
+def test_only_packets_of_the_senders_that_are_asked_for_are_shown(
+    node: Namespace, manifests: Path, by_flags: bool
+) -> None:
+    flags = ("--mode=nftables", f"--manifests={manifests}")
+    with serving(node, "10.1.2.3"), running(node, *flags) as proxy:
+        proxy.await_health()
+        words = ("web:80", *flags * by_flags)
+        with (traced(node, "node", *words, "--count=1") as own,
+              traced(node, "outside", *words, tables=2, seconds=2) as others):
+            dial(node, "10.96.0.10", 80)
+            (packet,) = packets(own)
+            assert packet["endpoint"] == "10.1.2.3:8080"
+            assert packets(others) == []
+            assert others.wait() == 1
+
+
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
 def test_a_killed_trace_leaves_nothing_and_the_proxy_notices_no_change(
     node: Namespace, manifests: Path, mode: str
@@ -121,6 +141,6 @@ def test_a_trace_without_packets_ends_with_status_1(node: Namespace, manifests: 
         proxy.await_health()
         assert "no packet to shop/web was seen in 0.2 s" in complaint("shop/web")
         assert "near names: shop/web" in complaint("shop/wbe")
-        assert "FROM must be an address here" in complaint("shop/web", "pod")
+        assert "no packet to web:80 was seen" in complaint("outside", "web:80")
     assert "no kproxy runs in this network namespace" in complaint("shop/web")
     assert "no packet to shop/web was seen" in complaint("shop/web", *flags)

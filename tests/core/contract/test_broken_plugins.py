@@ -132,7 +132,7 @@ HARMLESS: dict[str, object] = {
 """What the core goes on with: nothing depends on these calls."""
 
 RAISED = {
-    "fail()": r"raised RuntimeError: a bug \\x1b\[31mof many lines",
+    "fail()": r"raised RuntimeError: a bug \\x1b\[31mof; many lines",
     "leave()": "raised SystemExit: 3",
     "odd()": "raised Odd: an exception without a message",
 }

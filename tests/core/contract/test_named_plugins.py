@@ -141,7 +141,7 @@ def test_plugins_are_named_by_flags_and_the_file(here: Path) -> None:
     assert "two" in listed.stdout
     assert "one  " not in listed.stdout
     unknown = kproxy("modes", "-p", "no_such_thing", path=here)
-    assert unknown.returncode == 1
+    assert unknown.returncode == 2
     assert unknown.stderr.startswith("Error: there is no plugin 'no_such_thing'")
     file = here / "config.yaml"
     file.write_text(

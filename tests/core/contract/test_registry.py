@@ -1,5 +1,6 @@
 """Plugins are found, checked and kept out one by one."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -126,9 +127,19 @@ def test_an_unknown_mode_is_answered_with_those_that_there_are(put: Install) -> 
         Registry().load("goood")
 
 
+def test_a_group_that_is_nearly_that_of_backends_is_named_with_its_distribution(tmp_path: Path) -> None:
+    install(tmp_path, "wrong", {"mine": "wrong_mine"}, group="kproxy.backend", wrong_mine=plugin("mine"))
+    install(tmp_path, "other", {"x": "y"}, group="somebody.backends")
+    with on_path(tmp_path), pytest.raises(UnknownMode) as raised:
+        Registry().load("mine")
+    assert re.fullmatch(
+        r"no backend provides mode 'mine'; installed: .*, by entry points of the group 'kproxy\.backends'; "
+        r"the group 'kproxy\.backend' of wrong 1\.0 is not read", str(raised.value))
+
+
 MISFITS = {
     "missing import": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
-    "error": ("raise RuntimeError('line one\\nline two')", "RuntimeError: line one line two"),
+    "error": ("raise RuntimeError('line one\\nline two')", "RuntimeError: line one; line two"),
     "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
     "syntax": ("def broken(:", "SyntaxError"),
     "no plugin": ("", "it lacks the hook kproxy_describe"),
@@ -238,7 +249,8 @@ def test_a_wanted_mode_that_does_not_work_is_replaced_by_its_fallback(
 ) -> None:
     high = plugin("high", usable=False).replace('summary="a test"', 'summary="a test", fallback="low"')
     put("some", low=plugin("low"), high=high)
-    monkeypatch.setattr(process, "held", lambda: frozenset({"CAP_NET_ADMIN"} if privileged else ()))
+    held = frozenset({"CAP_NET_ADMIN"} if privileged else ())
+    monkeypatch.setattr(process, "network_privileges", lambda: held)
     found = conclude(Configuration(Flags({}), None), Registry(), SETTINGS.families, "high")
     fallback = Fallback("high", "low", "a kernel: one. get one") if privileged else None
     assert found == Conclusion(mode, fallback)

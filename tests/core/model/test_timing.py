@@ -1,10 +1,10 @@
-"""Back-off, token bucket and agenda, told the time by the test."""
+"""Back-off, repeated problems, token bucket and agenda, told the time by the test."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.timing import LONGEST_ASKED, STABLE, Agenda, Backoff, TokenBucket
+from kproxy_core.model.timing import LONGEST_ASKED, STABLE, Agenda, Backoff, Repeats, TokenBucket
 
 # -- back-off
 
@@ -34,6 +34,20 @@ def test_the_servers_delay_is_the_minimum(asked: float, waited: float) -> None:
 
 
 # -- token bucket
+
+def test_a_problem_that_repeats_is_logged_at_growing_intervals() -> None:
+    repeats = Repeats()
+    logged = [number for number in range(1, 600) if repeats.count("broken")]
+    assert logged == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
+    assert repeats.count("in another way") == 1
+    repeats.end()
+    assert repeats.count("broken") == 1
+
+
+def test_problems_that_never_repeat_are_logged_at_growing_intervals() -> None:
+    repeats = Repeats()
+    assert sum(repeats.count(f"broken {number}") > 0 for number in range(1000)) < 30
+
 
 def test_a_burst_passes_at_once_then_one_each_interval() -> None:
     bucket = TokenBucket(0.2, 3)

@@ -110,7 +110,7 @@ def test_iptables_serves_one_family_where_the_other_has_no_nat_table(
     with running(node, *flags(tmp_path, "--mode=iptables")) as proxy:
         assert serves(proxy, node) == "iptables"
         assert set(json.loads(proxy.health()[1])["status"]) == {"IPv4"}
-    told = node.run(KPROXY, "modes", "iptables", "--probe")
+    told = node.run(KPROXY, "modes", "iptables", "--probe", "-v")
     assert "ok       IPv6: not served: IPv6: nat table: Table does not exist" in told
 
 

@@ -47,8 +47,8 @@ def logged(
             r' a="two words" b="q\"uote" c="k=v" d="back\\slash" e="it' "'" r's"',
         ),
         (
-            {"a": "new\nline", "b": "\x1b[31m", "c": "\u2028", "d": "\u202e", "e": "\udc80", "f": "Zürich"},
-            r' a="new\nline" b="\x1b[31m" c="\u2028" d="\u202e" e="\udc80" f=Zürich',
+            {"a": "new\n line", "b": "\x1b[31m", "c": "\u2028", "d": "\u202e", "e": "\udc80", "f": "Zürich"},
+            r' a="new; line" b="\x1b[31m" c="\u2028" d="\u202e" e="\udc80" f=Zürich',
         ),
     ],
 )
@@ -107,6 +107,47 @@ def test_a_traceback_is_in_the_same_line(form: Literal["text", "json"]) -> None:
         logging.getLogger("kproxy.run").exception("it broke")
     assert stream.getvalue().count("\n") == 1
     assert "ValueError: why" in stream.getvalue()
+
+
+def raised(verbosity: int) -> str:
+    """Return the line about an exception of two lines with a cause."""
+    stream = io.StringIO()
+    set_up(verbosity, "text", stream)
+    try:
+        try:
+            raise KeyError("x")
+        except KeyError as cause:
+            raise ValueError("why\n  not") from cause
+    except ValueError:
+        logging.getLogger("kproxy.run").exception("it broke:\nwholly")
+    return stream.getvalue()
+
+
+def test_an_exception_is_readable_with_the_calls_that_led_to_it() -> None:
+    here = r"raised test_logs\.py:\d+"
+    assert re.search(
+        r"ERROR run: it broke:; wholly "
+        rf'traceback="ValueError: why; not: {here}; because of KeyError: \'x\': {here}"\n$',
+        raised(verbosity=0))
+    full = rf"raised {re.escape(__file__)}:\d+"
+    assert re.search(
+        rf'"ValueError: why; not: {full}; because of KeyError: \'x\': {full}"\n$', raised(verbosity=2))
+
+
+def test_many_calls_are_shown_where_v_asks_for_them() -> None:
+    def down(steps: int) -> None:
+        if not steps:
+            raise ValueError("deep")
+        down(steps - 1)
+
+    for verbosity, calls in ((0, 6), (2, 22)):
+        stream = io.StringIO()
+        set_up(verbosity, "text", stream)
+        try:
+            down(20)
+        except ValueError:
+            logging.getLogger("kproxy.run").exception("it broke")
+        assert stream.getvalue().count("test_logs.py:") == calls
 
 
 def test_setting_up_again_replaces() -> None:

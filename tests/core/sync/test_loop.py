@@ -891,3 +891,17 @@ def test_an_event_with_a_bug_stops_no_other(
 
 def body(rig: Rig) -> str:
     return rig.health.healthz().body.decode()
+
+
+def test_failures_that_repeat_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(families=[V4])
+    rig.backend.problems = [*[SyncFailed("locked")] * 20, SyncFailed("full"), SyncFailed("locked")]
+    with caplog.at_level(logging.INFO, "kproxy.run"):
+        rig.start(WEB, WEB_SLICE)
+        rig.settle()
+    fields = [(record.getMessage(), record.__dict__.get("fields", {})) for record in caplog.records]
+    told = [(of["failures"], of["error"]) for message, of in fields if message == "sync failed"]
+    assert told[:5] == [(number, "locked") for number in (1, 2, 4, 8, 16)]
+    assert [error for _, error in told[5:]] == ["full"]
+    assert sum(message.startswith("looking for") for message, _ in fields) == 1
+    assert [of["failures"] > 16 for message, of in fields if message == "sync works again"] == [True]

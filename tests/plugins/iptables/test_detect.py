@@ -82,8 +82,10 @@ def test_a_missing_iptables_is_reported_with_a_remedy(monkeypatch: pytest.Monkey
     ("interface", "held", "missing"),
     [
         (NFT, {"CAP_NET_ADMIN"}, ""),
-        (NFT, {"CAP_NET_RAW"}, "CAP_NET_ADMIN: no CAP_NET_ADMIN. run as root or with CAP_NET_ADMIN"),
-        (LEGACY, {"CAP_NET_ADMIN"}, "CAP_NET_ADMIN and CAP_NET_RAW: no CAP_NET_RAW. "
+        (NFT, {"CAP_NET_RAW"}, "CAP_NET_ADMIN: no CAP_NET_ADMIN over this network namespace. "
+         "run as root or with CAP_NET_ADMIN"),
+        (LEGACY, {"CAP_NET_ADMIN"}, "CAP_NET_ADMIN and CAP_NET_RAW: no CAP_NET_RAW over this "
+         "network namespace. "
          "run as root or with CAP_NET_ADMIN and CAP_NET_RAW"),
     ],
 )  # fmt: skip
@@ -91,7 +93,7 @@ def test_each_variant_has_its_own_required_privileges(
     netns: None, interface: str, held: set[str], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(interface, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
-    monkeypatch.setattr(process, "held", lambda: frozenset(held))
+    monkeypatch.setattr(process, "network_privileges", lambda: frozenset(held))
     detection = tried(BOTH)
     assert detection.usable is (not missing)
     assert detection.because == missing or not missing

@@ -67,10 +67,11 @@ def test_an_old_kernel_with_all_features_is_accepted(release: str, monkeypatch: 
 
 
 def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "held", frozenset)
+    monkeypatch.setattr(process, "network_privileges", frozenset)
     found = detect(BOTH, None, load_modules=False)
     assert found.refuted
-    assert found.because == "CAP_NET_ADMIN: not held. run as root or with CAP_NET_ADMIN"
+    assert found.because == (
+        "CAP_NET_ADMIN: not held over this network namespace. run as root or with CAP_NET_ADMIN")
     assert {r.guessed for r in found.requirements if r.what.endswith("of the mode")} == {True}
 
 
