@@ -106,7 +106,12 @@ def test_many_rules_are_deleted_by_replacing_their_chain(
     tables.resync(node, plans)
     given: list[str] = []
     restore = tables.tables.restore
-    monkeypatch.setattr(tables.tables, "restore", lambda text: (given.append(text), restore(text)))
+
+    def noted(text: str) -> None:
+        given.append(text)
+        restore(text)
+
+    monkeypatch.setattr(tables.tables, "restore", noted)
     last = min(plans)
     tables.change(node, dict.fromkeys(plans.keys() - {last}))
     assert "".join(given).count("-D KUBE-SERVICES") == one_by_one

@@ -33,7 +33,12 @@ def test_many_portals_are_deleted_by_replacing_their_chains(
     assert _redirects() == 2 * (count + 1)
     given: list[str] = []
     restore = Tables.restore
-    monkeypatch.setattr(Tables, "restore", lambda tables, text: (given.append(text), restore(tables, text)))
+
+    def noted(tables: Tables, text: str) -> None:
+        given.append(text)
+        restore(tables, text)
+
+    monkeypatch.setattr(Tables, "restore", noted)
     backend.sync(changed_update(node, small, large))
     assert "".join(given).count("-D KUBE-PORTALS") == one_by_one
     assert _redirects() == 2
