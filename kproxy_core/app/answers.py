@@ -60,6 +60,9 @@ RelayProblem = Callable[[Family, ServicePortKey], str]
 """See `kproxy_core.sync.node_port_relays.NodePortRelays.problem`."""
 
 
+_PENDING = "its change waits for smaller ones of other Services"
+
+
 class Snapshot:
     """The running proxy's plans of one family at one moment. For any thread but the loop's."""
 
@@ -69,7 +72,8 @@ class Snapshot:
         self.addresses = plans.addresses
         self.now = loop.now
         self.plans: Mapping[ServicePortKey, ServicePlan] = dict(plans.plans)
-        self.unserved = plans.unserved
+        self.pending = plans.pending
+        self.unserved = {**plans.unserved, **dict.fromkeys(self.pending, _PENDING)}
         self._loop = loop
         self._live = plans
         self._relay_problem = relay_problem
@@ -223,7 +227,8 @@ def diff(node: PlannedNode) -> Answer:
     registry, instance = node.registry, node.instance
     found: list[Json] = []
     for family, of_family in node.plans.items():
-        found += compare(instance, packets_to(of_family, list(of_family.plans)))
+        settled = [key for key in of_family.plans if key not in of_family.pending]
+        found += compare(instance, packets_to(of_family, settled))
         found += stale(frontends_of(instance, family), of_family)
     used = registry.layers(instance.mode)
     for mode in [description.mode for description in registry.load_all() if description.mode not in used]:

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -137,8 +136,6 @@ def make_recorder(
         return None
     from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficCollector, TrafficRecorder
 
-    # A scrape of 10,000 Services computes for 0.4 s. A sync that needs the interpreter waits this long.
-    sys.setswitchinterval(0.0001)
     owners = FrontendOwners(families, time.monotonic)
     recorder = TrafficRecorder(
         families, instance, owners, StoredTotals(config.kproxy.state_directory), time.monotonic)

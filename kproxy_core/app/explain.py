@@ -160,6 +160,9 @@ class ReadablePlans(typing.Protocol):
     def unserved(self) -> Mapping[ServicePortKey, str]: ...
 
     @property
+    def pending(self) -> Mapping[ServicePortKey, ServicePlan | None]: ...
+
+    @property
     def now(self) -> float: ...
 
     def owner(self, frontend: Frontend) -> ServicePlan | None: ...
@@ -662,10 +665,12 @@ def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[
 
 def stale(frontends: Iterable[Frontend], plans: ReadablePlans) -> Iterator[Json]:
     """Yield the *frontends* in the kernel that no Service wants."""
+    pending = {frontend for plan in plans.pending.values() if plan for frontend in plan.frontends()}
     for frontend in sorted(set(frontends), key=str):
         address, protocol, port = frontend
         # A frontend with an address may stand for a node port there.
-        if not plans.owner(frontend) and not plans.owner(Frontend(None, protocol, port)):
+        meant = frontend, Frontend(None, protocol, port)
+        if not any(plans.owner(each) or each in pending for each in meant):
             where = f"node port {port}" if address is None else format_socket(address, port)
             yield {
                 "kind": "stale", "frontend": f"{where}/{protocol.name}", "service_port": "",

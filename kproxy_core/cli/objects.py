@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -66,7 +67,7 @@ def read_objects(
     if not config.mode:
         config = configuration.of(conclude(configuration, registry, served_families()).mode)
     families = families or served_families()
-    logs.set_up(config.verbosity if "v" in flags else logs.QUIET, "text")
+    logs.set_up(config.verbosity if "v" in flags else logs.QUIET, "text", sys.stderr)
     instance = registry.make_backend(config.mode, serving_settings(config, registry, families))
     try:
         settings = node_settings(config, registry.load(config.mode))

@@ -56,13 +56,21 @@ def of_removed_endpoints(update: Update) -> Iterator[Caveat]:
             yield Caveat("SCTP connections to removed endpoints are not reset", plan.key)
 
 
-def of_budget(update: Update) -> Iterator[Caveat]:
-    """Yield the service ports whose hash or weights would take too many elements, in any mode."""
+_BEYOND_LIMITS = {
+    "addresses": Caveat("load balancer IPs and external IPs beyond the limit are not served"),
+    "source ranges": Caveat("source ranges beyond the limit admit no client"),
+    "endpoints": Caveat("endpoints beyond the limit are not used", lost=False),
+    "hash": Caveat("the hash takes too much of the node: the choice is left to chance", lost=False),
+    "exact weights": Caveat("exact weights take too much of the node: they are rounded", lost=False),
+}
+"""By the words of `ServicePlan.left_out`."""
+
+
+def of_limits(update: Update) -> Iterator[Caveat]:
+    """Yield what service ports ask for beyond their limits, in any mode."""
     for plan in sorted_plans(update):
-        if plan.is_over_budget:
-            yield Caveat(
-                "a hash or weights at so many ports and addresses take too much of the node: the choice is "
-                "rounded, or left to chance", plan.key, lost=False)
+        for what in plan.left_out:
+            yield _BEYOND_LIMITS[what]._replace(service_port=plan.key)
 
 
 def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:

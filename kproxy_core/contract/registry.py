@@ -20,7 +20,7 @@ from kproxy_core.contract.calls import (
     checked,
     plugin_of_backend,
 )
-from kproxy_core.contract.caveats import of_budget
+from kproxy_core.contract.caveats import of_limits
 from kproxy_core.contract.errors import BackendError, InvalidInput, InvalidOption, PluginFailed, one_line
 from kproxy_core.contract.hooks import ENTRY_POINTS
 from kproxy_core.linux.errors import HostError
@@ -301,7 +301,7 @@ class Registry:
             for answer in self._answers(layer, "kproxy_caveats", update=update, settings=settings)
             for caveat in answer
         ]
-        found += of_budget(update)
+        found += of_limits(update)
         replaced = {(caveat.replaces, caveat.service_port) for caveat in found if caveat.replaces}
         return tuple(caveat for caveat in found if (caveat.what, caveat.service_port) not in replaced)
 

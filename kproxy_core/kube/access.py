@@ -167,8 +167,6 @@ class AccessLoad:
         """Start loading. Raises AccessError."""
         if kubeconfig:
             self._option, self._server = f"--kubeconfig: {kubeconfig}", f"--kubeconfig: {kubeconfig}: server"
-            if stamp(kubeconfig) is None:
-                raise WrongOption(f"{self._option}: there is no file {kubeconfig!r}")
         elif master:
             self._option = "--master"
         elif os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -184,6 +182,8 @@ class AccessLoad:
         needs_load = bool(kubeconfig) or not master or names_a_proxy()
         if problem := packages.lacking("api", *["kubernetes"] * needs_load, "urllib3"):
             raise AccessError(f"{self._option.partition(':')[0]} {problem}")
+        if kubeconfig and stamp(kubeconfig) is None:
+            raise WrongOption(f"{self._option}: there is no file {kubeconfig!r}")
         if needs_load:
             try:
                 self._load = Load(self._master, kubeconfig or "", service_account)

@@ -20,7 +20,7 @@ from kproxy_core.kube import decode
 from kproxy_core.kube.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS, SERVICES, Malformed
 from kproxy_core.kube.forward import Objects, WireForward, read_forward
 from kproxy_core.kube.reading import quoted, shown
-from kproxy_core.kube.yaml import NotYaml, documents
+from kproxy_core.kube.yaml import NotYaml, Unfinished, documents
 from kproxy_core.linux import files
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.files import DirectoryChanges, DirectoryWatch, is_manifest
@@ -62,13 +62,25 @@ _MAX_LISTS = 4
 """Limit for the nesting of Lists."""
 MAX_BYTES = 16 << 20
 """Limit in bytes for a manifest."""
+MAX_VALUES = 1_000_000
+"""Limit for the commas in a JSON manifest: its longest list is decoded at one stroke."""
 
 GRACE = 0.02
 """Delay in seconds before a missing file counts as deleted, and before an unclosed file is read."""
 _LONGEST_HOLD = 2 * GRACE
 """Upper bound in seconds for which changes wait for earlier removals: files may vanish all the time."""
+_RECENT = 0.05
+"""Age in seconds below which a time stamp, which may be 10 ms late, does not tell two versions apart."""
 _DOUBT = 1.0
 """Seconds without a write after which a file that appeared with broken content is final."""
+_LONGEST_DOUBT = 3 * _DOUBT
+"""Upper bound in seconds for which the other files wait at the start for one that is being written."""
+_LARGE = 32 << 10
+"""Size in bytes from which a manifest is parsed in slices: 30 ms as YAML."""
+_HUGE = 1 << 20
+"""Size in bytes from which manifests wait for each other, but not smaller ones for them: 1 s as YAML."""
+_SLICE = 0.02
+"""Seconds for which a large manifest is parsed before other changes are looked for."""
 _BATCH = 256
 """Files between two deliveries of events in a scan."""
 _FINAL = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
@@ -128,44 +140,55 @@ def read_manifest(name: str, data: bytes) -> Manifest:
     Reads JSON if the name or the first character says so, else YAML. Raises Malformed if the file as a whole
     is neither.
     """
-    if not data or data.isspace():
-        raise decode.Malformed("is empty")
-    manifest = _read(name, data, shown(name))
-    manifest.bad = limit_complaints(manifest.bad, "file", shown(name))
+    manifest = Manifest()
+    for _ in fill(manifest, name, data):
+        pass
     return manifest
 
 
-def _read(name: str, data: bytes, where: str) -> Manifest:
+def fill(manifest: Manifest, name: str, data: bytes) -> Iterator[None]:
+    """Do as `read_manifest`, for the empty *manifest*, but pause every few milliseconds at most."""
+    if not data or data.isspace():
+        raise decode.Malformed("is empty")
+    yield from _read(manifest, name, data, shown(name))
+    manifest.bad = limit_complaints(manifest.bad, "file", shown(name))
+
+
+def _read(manifest: Manifest, name: str, data: bytes, where: str) -> Iterator[None]:
     is_json = name.endswith(".json")
     if is_json or data[:64].lstrip().startswith(b"{"):
-        manifest = Manifest()
+        if data.count(b",") > MAX_VALUES:
+            raise decode.Malformed(f"has more than {MAX_VALUES} values")
         try:
-            _collect(manifest, where, data.removeprefix(BOM_UTF8))
-            return manifest
+            return (yield from _collect(manifest, where, data.removeprefix(BOM_UTF8)))
         except decode.UNDECODABLE as error:
             if is_json:
                 raise decode.Malformed(f"is not a JSON object: {decode.explained(error).problem}") from error
             # YAML may start with a brace, too.
-    manifest = Manifest()
+    number = 1
     try:
-        for i, value in enumerate(documents(data), 1):
+        for value in documents(data):
+            yield
+            if value is Unfinished:
+                continue
             if value is None:
                 manifest.note_stray()
             else:
-                _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
+                place = f"{where} document {number}" if number > 1 else where
+                yield from _collect_value(manifest, place, value)
+            number += 1
     except NotYaml as error:
         raise decode.Malformed(f"is not YAML: {error}") from error
-    return manifest
 
 
-def _collect_value(manifest: Manifest, where: str, value: object, lists: int = 0) -> None:
+def _collect_value(manifest: Manifest, where: str, value: object, lists: int = 0) -> Iterator[None]:
     try:
-        _collect(manifest, where, msgspec.json.encode(value), lists)
+        yield from _collect(manifest, where, msgspec.json.encode(value), lists)
     except decode.UNDECODABLE as error:
         manifest._complain("object", where, "", decode.explained(error).problem)
 
 
-def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:
+def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> Iterator[None]:
     """Add the object or objects of *value*. Raises one of UNDECODABLE if it is no JSON object."""
     head = _decode_head(value)
     kind, version = head.kind, head.api_version
@@ -174,7 +197,7 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
     if not isinstance(version, str) or not version:
         return manifest._complain(kind, where, "apiVersion", "is missing")
     if kind == "List" and version == "v1":
-        return _collect_items(manifest, where, head, None, lists + 1)
+        return (yield from _collect_items(manifest, where, head, None, lists + 1))
     resource = RESOURCES.get(kind.removesuffix("List"))
     if resource is None or _group(version) != _group(resource.api_version):
         return None  # another kind, perhaps one of the same name in another API
@@ -182,13 +205,13 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
         return manifest._complain(
             kind, where, "apiVersion", f"{quoted(version)} is not {resource.api_version}")
     if kind != resource.kind:
-        return _collect_items(manifest, where, head, resource, lists + 1)
+        return (yield from _collect_items(manifest, where, head, resource, lists + 1))
     return manifest._add(where, resource, value)
 
 
 def _collect_items(
     manifest: Manifest, where: str, head: _Head, resource: decode.Resource[Any, Any] | None, lists: int
-) -> None:
+) -> Iterator[None]:
     """Add the items of a list. *resource* is the kind of its items; None: each item names its own."""
     if lists > _MAX_LISTS:
         return manifest._complain(head.kind, where, "", "lists are nested too deeply")
@@ -197,9 +220,10 @@ def _collect_items(
     except decode.UNDECODABLE:
         return manifest._complain(head.kind, where, "items", "is not a list")
     for i, item in enumerate(items):
+        yield
         place = f"{where} items[{i}]"
         if resource is None:
-            _collect_value(manifest, place, item, lists)
+            yield from _collect_value(manifest, place, item, lists)
         else:
             manifest._add(place, resource, item)
     return None
@@ -262,6 +286,13 @@ class Inventory:
     def has_problems(self, file: str) -> bool:
         """Return whether *file* has failed, or holds a bad object."""
         return file in self._failures or file in self._bad
+
+    def would_lose(self, file: str, content: "Content") -> bool:
+        """Return whether an object that only *file* holds would vanish with this content."""
+        if isinstance(content, Malformed):
+            return False
+        kept = {key for key, _ in content.objects} if content else set()
+        return any(key not in kept and self._holders[key] == (file,) for key in self._files.get(file, ()))
 
     def _fail(self, file: str, problem: str) -> list[BadObject]:
         if self._failures.get(file) == problem:
@@ -392,8 +423,12 @@ Content = Manifest | Malformed | None
 
 
 class _Why(enum.Enum):
-    """The reason for reading a file a little later."""
+    """The reason for reading a file."""
 
+    SCANNED = enum.auto()
+    """It was found: it may have been written a moment ago, by a writer who is not done yet."""
+    CLOSED = enum.auto()
+    """Its writer closed it or renamed it into place, or it could not be read when that happened."""
     VANISHED = enum.auto()
     LINKED = enum.auto()
     """It appeared with content: its writer is not done yet, or it was complete when linked here."""
@@ -401,6 +436,31 @@ class _Why(enum.Enum):
     """It was closed or appeared with content that was broken a moment later."""
     WRITTEN = enum.auto()
     """It is being written, and is complete once it is valid (JSON)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Parsing:
+    """A large manifest that is being parsed, or will be."""
+
+    why: _Why
+    is_huge: bool
+    steps: Iterator[None] | None = None
+    """None: it has not been read yet."""
+    manifest: Manifest = field(default_factory=Manifest)
+    changed: bool = False
+    """It changed after it was read."""
+
+
+class _NotNow(Exception):
+    """A manifest will be read later."""
+
+
+class _Held(Struct):
+    """A change that makes objects vanish, which large manifests that are being parsed may hold by now."""
+
+    content: Content
+    parsed: list[_Parsing]
+    """These manifests, and others that ended meanwhile."""
 
 
 class DirectorySource:
@@ -414,6 +474,12 @@ class DirectorySource:
     deleted after a grace period, because many programs replace a file by removing it first; later changes
     wait as long, so that all take effect in order. A file that can't be read for lack of resources is
     retried.
+
+    A file that was written a moment ago when the directory is scanned, as at the start, is read after the
+    same grace period; if it is broken then, or is being written, nothing is complete for a while.
+
+    Large files are parsed in slices, between which other changes take effect, except for those that make
+    objects vanish: an object may be moving into the large file.
     """
 
     kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
@@ -422,7 +488,10 @@ class DirectorySource:
         self, path: str | os.PathLike[str], node_name: str, *, grace: float = GRACE,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """*report* is told what keeps all manifests from being read; "": nothing does."""
+        """*grace* is the delay in seconds before a missing file counts as deleted.
+
+        *report* is told what keeps all manifests from being read; "": nothing does.
+        """
         self._report_problem = report
         self._path = os.path.abspath(path)
         self._grace = grace
@@ -431,6 +500,10 @@ class DirectorySource:
         """The fingerprint of every manifest that was read."""
         self._links: set[str] = set()
         """The manifests that are symbolic links."""
+        self._noticed = DirectoryChanges()
+        """Changes that are not dealt with yet."""
+        self._being_written: set[str] = set()
+        """Manifests that a process has written to, and not closed."""
         self._due: dict[str, tuple[float, _Why]] = {}
         """Manifests to read, and when (monotonic seconds)."""
         self._certain_at = 0.0
@@ -440,9 +513,18 @@ class DirectorySource:
         self._retry_at: float | None = None
         """Time at which all of them are read again (monotonic seconds)."""
         self._backoff = Backoff()
+        self._parsing: dict[str, _Parsing] = {}
+        """Large manifests, in the order in which they changed."""
+        self._held: dict[str, _Held] = {}
+        self._awaited: set[str] = set()
+        """Manifests that the last scan found, and that were not applied yet."""
+        self._awaited_until = 0.0
+        """Time until which those may still be written to (monotonic seconds)."""
         self._scanned = False
         self._complete = False
         self._missing = False
+        self._announced = True
+        """Whether the log tells that the directory was read."""
         self._stopping = False
 
     def start(self, emit: Emit) -> None:
@@ -464,11 +546,8 @@ class DirectorySource:
         at_the_latest = apply_at = 0.0  # by the monotonic clock; 0: at once
         while True:
             yield self._seconds_to_next(apply_at if changes else None)
-            hints = self._watch.read()
-            for name, notice in hints.manifests:
-                if notice.mask & files.MODIFY:
-                    # Perhaps read while the next writer was at work, who will close it.
-                    changes.pop(name, None)
+            self._notice()
+            hints, self._noticed = self._noticed, DirectoryChanges()
             if not apply_at or hints.directory or hints.everything:
                 self._apply(changes)
             now = time.monotonic()
@@ -477,17 +556,36 @@ class DirectorySource:
             self._follow(hints, changes)
             self._look_at_due(changes, now)
             self._retry(changes, now)
+            self._parse_large(changes)
+            self._stop_awaiting(changes, now)
             apply_at = min(self._certain_at, at_the_latest)
             if apply_at <= now:
                 apply_at = 0.0
 
     def _seconds_to_next(self, apply_at: float | None) -> float | None:
+        if self._parsing or self._held or self._noticed != DirectoryChanges():
+            return 0.0
         times = [when for when, _ in self._due.values()]
         times += [at for at in (apply_at, self._retry_at) if at is not None]
+        if self._awaited:
+            times.append(self._awaited_until)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _renew(self) -> None:
-        """Find the directory, and read it if it is another one."""
+    def _notice(self) -> set[str]:
+        """Take note of the changes until now. Return the manifests written to since the last call."""
+        changes = self._watch.read()
+        self._noticed.add(changes)
+        written = set()
+        for name, notice in changes.manifests:
+            if notice.mask & files.MODIFY:
+                self._being_written.add(name)
+                written.add(name)
+            elif notice.mask & (files.CLOSE_WRITE | files.ENTRY_CHANGED):
+                self._being_written.discard(name)
+        return written
+
+    def _renew(self) -> bool:
+        """Find the directory, and read it if it is another one. Return whether it is."""
         before = self._watch.directory
         self._watch.renew(self._links)
         if error := self._watch.refusal:
@@ -499,14 +597,16 @@ class DirectorySource:
                 log.warning("directory of manifests is missing, waiting for it", extra={
                     "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
                 self._report_problem(f"directory {shown(self._path)} is missing, waiting for it")
+                self._awaited.clear()
+                self._scanned = self._complete
             self._missing = True
         elif self._watch.directory != before:
             if self._missing:
                 self._report_problem("")
-            self._missing = False
+            self._missing = self._announced = False
             self._scan()
-            log.info("directory of manifests read", extra={"fields": {
-                "directory": self._path, "files": len(self._known), "objects": len(self._inventory)}})
+            return True
+        return False
 
     def _scan(self) -> None:
         """Read every manifest whose fingerprint differs from that of the last reading."""
@@ -523,16 +623,17 @@ class DirectorySource:
             self._watch.renew(links)
         for name in self._known.keys() - found.keys():
             self._look_later(name, _Why.VANISHED)
+        for name in self._held.keys() & found.keys():
+            self._forget_removal({}, name)
+        self._being_written.clear()
+        changed = {name for name, entry in found.items() if not self._is_known(entry)}
+        self._awaited = changed | self._awaited & found.keys()
+        self._awaited_until = time.monotonic() + _LONGEST_DOUBT
         changes: dict[str, Content] = {}
-        for name in sorted(found):
+        for name in sorted(changed):
             if self._stopping:
                 return
-            if not self._is_known(found[name]):
-                self._read_into(changes, name)
-                if self._scanned and isinstance(changes.get(name), Malformed):
-                    # It may be in the middle of being written, as in a directory that was just made.
-                    del changes[name]
-                    self._look_later(name, _Why.LINKED)
+            self._read_into(changes, name, _Why.SCANNED)
             if len(changes) == _BATCH:
                 self._apply(changes)
         self._scanned = True
@@ -547,32 +648,41 @@ class DirectorySource:
 
     def _follow(self, hints: DirectoryChanges, changes: dict[str, Content]) -> None:
         """Read into *changes* every file that is complete, and schedule the others."""
-        if hints.directory:
-            self._renew()
-        elif hints.links:
-            self._watch.renew(self._links)
+        scanned = hints.directory and self._renew()
         if hints.everything:
             self._scan()
-        moved = {notice.cookie for _, notice in hints.manifests if notice.mask & files.MOVED_TO}
+        if scanned or hints.everything:
+            return  # the notices are older, perhaps of another directory
+        if hints.links:
+            self._watch.renew(self._links)
+        moved = {notice.cookie: name for name, notice in hints.manifests if notice.mask & files.MOVED_TO}
+        renamed: dict[str, str] = {}
         settled: dict[str, None] = {}
         for name, notice in hints.manifests:
             if notice.mask & files.MOVED_FROM and notice.cookie in moved:
                 self._due.pop(name, None)
                 changes[name] = None
+                renamed[name] = moved[notice.cookie]
             elif self._is_settled(name, notice.mask):
                 self._due.pop(name, None)
-                changes.pop(name, None)
                 settled[name] = None
         self._note_links(settled)
         for name in settled:
             if os.path.exists(self._path_of(name)):
-                self._read_into(changes, name)
-                if isinstance(changes.get(name), Malformed) and not self._known.get(name):
-                    # Perhaps cut by the next writer already, who will close it.
-                    del changes[name]
-                    self._look_later(name, _Why.DOUBTED)
+                self._forget_removal(changes, name)
+                self._read_into(changes, name, _Why.CLOSED)
             else:
                 self._look_later(name, _Why.VANISHED)
+        for name, new_name in renamed.items():
+            if name in changes and changes[name] is None:
+                self._abandon(name, new_name)
+
+    def _abandon(self, name: str, new_name: str) -> None:
+        """Stop parsing the manifest *name*. What waits for it waits for *new_name* instead."""
+        parsing, new = self._parsing.pop(name, None), self._parsing.get(new_name)
+        for held in self._held.values():
+            if parsing in held.parsed and new is not None:
+                held.parsed.append(new)
 
     def _is_settled(self, name: str, mask: int) -> bool:
         """Return whether a manifest is complete after the change *mask*. Schedule one that is not yet."""
@@ -605,7 +715,7 @@ class DirectorySource:
         return True
 
     def _look_later(self, name: str, why: _Why) -> None:
-        when = time.monotonic() + self._grace
+        when = time.monotonic() + (self._grace if why is _Why.VANISHED else GRACE)
         self._due[name] = when, why
         if why is _Why.VANISHED:
             self._certain_at = when
@@ -617,28 +727,112 @@ class DirectorySource:
             del self._due[name]
             if why is _Why.VANISHED and name not in self._links and os.path.exists(self._path_of(name)):
                 continue  # it returned, and its writer will close it
-            read: dict[str, Content] = {}
-            self._read_into(read, name)
-            if name not in read:
-                continue
-            content = read[name]
-            if why in (_Why.WRITTEN, _Why.LINKED) and not isinstance(content, Manifest):
-                if why is _Why.LINKED:
-                    self._due[name] = now + _DOUBT, _Why.DOUBTED
-                continue  # not complete yet
-            if content is None and not os.path.isdir(self._path):
-                continue  # the whole directory is missing
-            changes[name] = content
+            self._read_into(changes, name, why)
 
-    def _read_into(self, changes: dict[str, Content], name: str) -> None:
-        """Read the manifest *name* into *changes*; if it can't be read for now, try again later."""
+    def _read_into(self, changes: dict[str, Content], name: str, why: _Why) -> None:
+        """Read the manifest *name* into *changes*, at once or later."""
         try:
-            changes[name] = self._read(name)
+            content = self._attempt(name, lambda: self._read(name, why))
+        except _NotNow:
+            return
+        self._conclude(changes, name, why, content)
+
+    def _attempt(self, name: str, read: Callable[[], Content]) -> Content:
+        """Return what *read* returns, or what its error says of the manifest *name*. Raises _NotNow."""
+        try:
+            return read()
+        except Malformed as error:
+            return error.with_traceback(None)
+        except _NotNow:
+            self._unread.pop(name, None)
+            raise
         except OSError as error:
             self._known[name] = 0
+            if error.errno == errno.ENOENT:
+                is_link = os.path.islink(self._path_of(name))
+                return Malformed("is a symbolic link to nothing") if is_link else None
+            if error.errno in _FINAL:
+                return Malformed(f"can't be read: {error.strerror}")
+            self._awaited.discard(name)
             self._postpone("cannot read a manifest, retrying", name, error)
-        else:
-            self._unread.pop(name, None)
+            raise _NotNow from error
+
+    def _conclude(self, changes: dict[str, Content], name: str, why: _Why, content: Content) -> None:
+        """Put *content* into *changes*, unless its writer is perhaps not done."""
+        self._unread.pop(name, None)
+        if isinstance(content, Malformed):
+            if why is _Why.WRITTEN:
+                return
+            if (doubt := self._doubt(name, why)) > 0:
+                self._due[name] = time.monotonic() + doubt, _Why.DOUBTED
+                return
+        elif content is None and not os.path.isdir(self._path):
+            return  # the whole directory is missing
+        self._parsing.pop(name, None)
+        changes[name] = content
+
+    def _doubt(self, name: str, why: _Why) -> float:
+        """Return the seconds for which to wait for better content of the broken manifest *name*."""
+        if why is _Why.LINKED:
+            return _DOUBT
+        try:
+            status = os.stat(self._path_of(name))
+        except OSError:
+            return 0.0
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            return 0.0
+        age = time.time() - status.st_mtime
+        if why is _Why.SCANNED:
+            return max(GRACE, _DOUBT - max(0.0, age))
+        if why is _Why.CLOSED and not status.st_size:
+            # A next writer may have truncated it already: ext4 takes 50 ms and more to tell, under load.
+            return _DOUBT
+        return GRACE if why is _Why.CLOSED or 0 <= age < _RECENT else 0.0
+
+    def _forget_removal(self, changes: dict[str, Content], name: str) -> None:
+        """Do not apply the removal of the manifest *name*, which exists again."""
+        if changes.get(name) is None:
+            changes.pop(name, None)
+        if name in self._held and self._held[name].content is None:
+            del self._held[name]
+
+    def _parse_large(self, changes: dict[str, Content]) -> None:
+        """Parse a slice of the first large manifest, and of the first huge one."""
+        for is_huge in (False, True):
+            name = next((name for name, parsing in self._parsing.items() if parsing.is_huge is is_huge), None)
+            if name is not None:
+                self._parse(changes, name, self._parsing[name])
+
+    def _parse(self, changes: dict[str, Content], name: str, parsing: _Parsing) -> None:
+        try:
+            content = self._attempt(name, lambda: self._proceed(name, parsing))
+        except _NotNow:
+            if parsing.steps is None:  # It is being written, or can't be read for now.
+                del self._parsing[name]
+            return
+        del self._parsing[name]
+        self._conclude(changes, name, parsing.why, content)
+        if parsing.changed:
+            self._read_into(changes, name, _Why.CLOSED)
+
+    def _proceed(self, name: str, parsing: _Parsing) -> Manifest:
+        """Parse a slice. Raises Malformed, OSError, or _NotNow if more is left or it can't be begun."""
+        until = time.monotonic() + _SLICE
+        if parsing.steps is None:
+            parsing.steps = fill(parsing.manifest, name, self._load(name))
+        for _ in parsing.steps:
+            if self._stopping or time.monotonic() >= until:
+                raise _NotNow
+        return parsing.manifest
+
+    def _stop_awaiting(self, changes: dict[str, Content], now: float) -> None:
+        """Let manifests that are still being written keep the others no longer from being used."""
+        if now < self._awaited_until:
+            return
+        for name in self._awaited - self._parsing.keys() - changes.keys() - self._held.keys():
+            self._awaited.discard(name)
+            if not self._complete:
+                changes[name] = Malformed("is being written, and is used once it is closed")
 
     def _postpone(self, event: str, name: str, error: OSError) -> None:
         """Schedule another attempt, and log the first problem since everything could be read."""
@@ -655,9 +849,12 @@ class DirectorySource:
         if self._retry_at is None or now < self._retry_at:
             return
         self._retry_at = None
+        if not self._complete:
+            self._awaited |= self._unread.keys() - {""}
+            self._awaited_until = now + _LONGEST_DOUBT
         for name in sorted(self._unread, reverse=True):
             if name:
-                self._read_into(changes, name)
+                self._read_into(changes, name, _Why.CLOSED)
             elif self._watch.directory is None:
                 self._renew()
             else:
@@ -677,50 +874,89 @@ class DirectorySource:
     def _path_of(self, name: str) -> str:
         return os.path.join(self._path, name)
 
-    def _read(self, name: str) -> Content:
-        """Return the content of the manifest *name*. Raises OSError if it can't be read for now."""
-        path = self._path_of(name)
-        try:
-            status = os.stat(path)
-            if stat.S_ISDIR(status.st_mode):
-                return None
-            self._known[name] = _fingerprint(status)
-            if not stat.S_ISREG(status.st_mode):
-                return Malformed("is not a regular file")
-            if status.st_size > MAX_BYTES:
-                return Malformed(f"is larger than {MAX_BYTES >> 20} MiB")
-            with open(path, "rb", buffering=0, opener=_open) as file:
-                return read_manifest(name, file.readall() or b"")
-        except FileNotFoundError:
-            if not os.path.islink(path):
-                return None
+    def _read(self, name: str, why: _Why) -> Content:
+        """Return the content of the manifest *name*; None: it is none, or a directory.
+
+        Raises Malformed, OSError, or _NotNow if it is read later.
+        """
+        self._known[name] = 0
+        status = os.stat(self._path_of(name))
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        self._known[name] = _fingerprint(status)
+        if not stat.S_ISREG(status.st_mode):
+            raise Malformed("is not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise Malformed(f"is larger than {MAX_BYTES >> 20} MiB")
+        if why is _Why.SCANNED and not self._known[name]:
+            self._look_later(name, _Why.LINKED)
+            raise _NotNow
+        if status.st_size > _LARGE:
+            if name not in self._parsing:
+                self._parsing[name] = _Parsing(why, status.st_size > _HUGE)
+            elif self._parsing[name].steps is not None:
+                self._parsing[name].changed = True
+            raise _NotNow
+        return read_manifest(name, self._load(name))
+
+    def _load(self, name: str) -> bytes:
+        """Return the bytes of the manifest *name*.
+
+        Raises OSError, or _NotNow if it was written to meanwhile: it is read once its writer closes it.
+        """
+        with open(self._path_of(name), "rb", buffering=0, opener=_open) as file:
+            data = file.readall() or b""
+        if not name.endswith(".json") and (name in self._notice() or name in self._being_written):
             self._known[name] = 0
-            return Malformed("is a symbolic link to nothing")
-        except OSError as error:
-            if error.errno not in _FINAL:
-                raise
-            self._known[name] = 0
-            return Malformed(f"can't be read: {error.strerror}")
-        except Malformed as error:
-            return error.with_traceback(None)
+            raise _NotNow
+        return data
 
     def _apply(self, changes: dict[str, Content]) -> None:
         """Deliver the events for *changes*, empty it, and deliver `Complete` once all files were read."""
-        for name, content in changes.items():
+        ready = self._hold_back(changes) if self._parsing or self._held else changes.copy()
+        changes.clear()
+        for name, content in ready.items():
             if content is None:
                 self._known.pop(name, None)
                 self._links.discard(name)
-        before = [name for name in changes if self._inventory.has_problems(name)]
-        events: list[Event] = self._inventory.apply(changes) if changes else []
+        before = [name for name in ready if self._inventory.has_problems(name)]
+        events: list[Event] = self._inventory.apply(ready) if ready else []
         for name in before:
-            if changes[name] is not None and not self._inventory.has_problems(name):
+            if ready[name] is not None and not self._inventory.has_problems(name):
                 log.info("manifest was corrected, all of it is used", extra={"fields": {"file": shown(name)}})
-        changes.clear()
-        if self._scanned and not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
-            self._complete = True
-            events += [Complete(kind) for kind in self.kinds]
+        self._awaited -= ready.keys()
+        if self._scanned and not self._awaited and "" not in self._unread:
+            self._all_read(events)
         if events and not self._stopping:
             self._emit(events)
+
+    def _hold_back(self, changes: Mapping[str, Content]) -> dict[str, Content]:
+        """Return *changes* without those by which objects vanish that a large manifest may hold by now.
+
+        They are applied with the last of the large manifests that are being parsed now.
+        """
+        ready: dict[str, Content] = {}
+        for name, content in changes.items():
+            held = self._held.pop(name, None)
+            if self._inventory.would_lose(name, content):
+                self._held[name] = _Held(content, held.parsed if held else [*self._parsing.values()])
+            else:
+                ready[name] = content
+        for name, held in list(self._held.items()):
+            held.parsed = [parsing for parsing in self._parsing.values() if parsing in held.parsed]
+            if not held.parsed:
+                ready[name] = self._held.pop(name).content
+        return ready
+
+    def _all_read(self, events: list[Event]) -> None:
+        """Log that the directory was read, and add `Complete` to *events*, if that is news."""
+        if not self._announced:
+            self._announced = True
+            log.info("directory of manifests read", extra={"fields": {
+                "directory": self._path, "files": len(self._known), "objects": len(self._inventory)}})
+        if not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
+            self._complete = True
+            events += [Complete(kind) for kind in self.kinds]
 
 
 def _open(path: str, flags: int) -> int:
@@ -730,6 +966,6 @@ def _open(path: str, flags: int) -> int:
 
 def _fingerprint(status: os.stat_result) -> int:
     """Return a number that changes with the file; 0: unknown, as its time stamp is too recent."""
-    if time.time_ns() - status.st_mtime_ns < 50_000_000:
+    if time.time_ns() - status.st_mtime_ns < _RECENT * 1e9:
         return 0
     return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))

@@ -3,6 +3,8 @@
 Built from libyaml's events: about twice as fast as PyYAML's own constructor, and safe with input from
 anywhere: no recursion, no tags that make objects, aliases only as far as they stay small. Scalars
 follow YAML 1.2, so that `on` and `2026-01-01` are strings; keys are strings always.
+
+A caller may pause in the middle of a document, and no call keeps other threads from running for long.
 """
 
 import re
@@ -17,6 +19,9 @@ MAX_NODES = 1_000_000
 """Limit for the values and collections in one document: about 100 MB of memory, for a moment."""
 MAX_ALIASED = 100_000
 """Limit for the nodes that all aliases of one file stand for."""
+
+_STEP = 250
+"""Events between two pauses: about 3 ms."""
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = frozenset({"!", f"{_TAG}str"})
@@ -46,13 +51,37 @@ class _Key:
     """Marker of a mapping that expects a key."""
 
 
+class Unfinished:
+    """Stands for a document of which more is to be read."""
+
+
+class _Stream:
+    """Hands the text to libyaml in pieces of 16 KiB, between which other threads may run.
+
+    libyaml holds the interpreter's lock until it has the next event: for 16 MiB of comments, 0.4 s.
+    """
+
+    name = "<byte string>"
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._read = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        start, self._read = self._read, self._read + size
+        return bytes(self._data[start:self._read])
+
+
 def documents(data: bytes) -> Iterator[Any]:
-    """Yield the documents in *data*, one value each. Raises NotYaml, perhaps after some of them."""
+    """Yield the documents in *data*, one value each, and `Unfinished` every few milliseconds in between.
+
+    Raises NotYaml, perhaps after some of them.
+    """
     import yaml  # a directory of JSON files needs none
 
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
-        yield from _build(loader(data).get_event, yaml)
+        yield from _build(loader(_Stream(data)).get_event, yaml)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1})" if mark else ""
@@ -74,11 +103,14 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
     key: Any = None  # if that is a dict: the value's key, or _Key if a key is next
     outer: list[tuple[Any, Any, str | None, int]] = []
     anchors: dict[str, tuple[Any, int]] = {}
-    nodes = aliased = 0
+    nodes = aliased = events = 0
     while True:
         event = next_event()
         kind = event.__class__
         nodes += 1
+        events += 1
+        if not events % _STEP:
+            yield Unfinished
         if kind is scalar_event:
             value = event.value
             if key is not _Key and not event.implicit[1]:

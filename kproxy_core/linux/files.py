@@ -7,6 +7,8 @@ import logging
 import os
 import stat
 import struct
+import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +39,6 @@ OVER = SELF_CHANGED | UNMOUNT | IGNORED
 
 _ONLYDIR = 0x01000000
 _HEADER = struct.Struct("iIII")
-_BUFFER = 1 << 16
 
 
 class Notice(NamedTuple):
@@ -75,11 +76,10 @@ class Inotify:
         self._libc.inotify_rm_watch(self._fd, watch)
 
     def read(self) -> list[Notice]:
-        """Return the pending notices, oldest first."""
-        try:
-            data = os.read(self._fd, _BUFFER)
-        except BlockingIOError:
-            return []
+        """Return all pending notices, oldest first."""
+        pending = bytearray(4)
+        fcntl.ioctl(self._fd, termios.FIONREAD, pending)
+        data = os.read(self._fd, size) if (size := int.from_bytes(pending, sys.byteorder)) else b""
         notices = []
         start = 0
         while start < len(data):
@@ -128,6 +128,12 @@ class DirectoryChanges(Struct):
     """The directory may have been deleted, created or replaced: call `DirectoryWatch.renew`."""
     everything: bool = False
     """Notices were lost."""
+
+    def add(self, later: "DirectoryChanges") -> None:
+        self.manifests += later.manifests
+        self.links |= later.links
+        self.directory |= later.directory
+        self.everything |= later.everything
 
 
 class DirectoryWatch:

@@ -1,5 +1,6 @@
 """Programs of the node, and the processes that run them for us."""
 
+import errno
 import io
 import math
 import os
@@ -85,8 +86,12 @@ def interrupt() -> None:
 
 
 def find(name: str) -> str | None:
-    """Return the path of a program. Also searches the directories for root's programs."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_FOR_ROOT]))
+    """Return the path of a program. Also searches the directories for root's programs.
+
+    Ignores relative directories of the search path: the working directory may be writable for other users.
+    """
+    path = [*os.environ.get("PATH", "").split(os.pathsep), *_FOR_ROOT]
+    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, path)))
 
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None, timeout: float = TIMEOUT) -> Done:
@@ -164,8 +169,10 @@ def _started(argv: tuple[str, ...], own: OwnProcesses | None) -> "Iterator[subpr
     own = own or OwnProcesses()
     with own.starting():
         try:
+            if (program := find(argv[0])) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             process = subprocess.Popen(
-                [find(argv[0]) or argv[0], *argv[1:]],
+                [program, *argv[1:]],
                 stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
             )  # fmt: skip
         except OSError as error:

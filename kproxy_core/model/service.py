@@ -183,3 +183,16 @@ class EndpointSlice(Struct, frozen=True, dict=True):
     def rows(self) -> dict[tuple[str, Protocol], list[Row]]:
         """Results of planning derived from this slice, by name and protocol of a service port."""
         return {}
+
+    @cached_property
+    def parts(self) -> dict[tuple[int, str], "EndpointSlice"]:
+        """The slice with fewer endpoints, by their number and the node whose endpoints come first."""
+        return {}
+
+    @cached_property
+    def numbers(self) -> dict[tuple[str, Protocol], list[int]]:
+        """The numbers of `ports`, by name and protocol."""
+        found: dict[tuple[str, Protocol], list[int]] = {}
+        for name, protocol, number in self.ports:
+            found.setdefault((name, protocol), []).append(number)
+        return found

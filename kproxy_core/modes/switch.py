@@ -307,7 +307,7 @@ class ModeSwitch:
     def _switch(self, mode: str, report_progress: ReportProgress, reason: Reason) -> None:
         settings, old = self._mode_settings(mode), self.instance
         try:
-            new = self._loop.call(partial(start_backend, self._registry, mode, settings.backend))
+            new = start_backend(self._registry, mode, settings.backend)  # Programs that it tries may hang.
         except Unsupported as error:
             raise SwitchFailed(_does_not_work(mode, str(error))) from error
         report_progress(f"{mode} works here")
@@ -341,18 +341,17 @@ class ModeSwitch:
         """Program everything and prove it. Raises ProofFailed, or whatever the backend raises."""
         loop = self._loop
 
-        def program() -> list[Update]:
+        def hold() -> list[Update]:
             loop.hold()
-            updates = loop.updates(node)
-            for update in updates:
-                synced = _sync(new, update, self._pause)
-                if synced.degraded:
-                    raise ProofFailed(f"{new.mode}: {synced.degraded}")
-                for key, problem in synced.unserved.items():
-                    raise ProofFailed(f"{new.mode}: {key} would not be served: {problem}")
-            return updates
+            return loop.updates(node)
 
-        updates = loop.call(program)
+        updates = loop.call(hold)
+        for update in updates:
+            synced = self._sync(new, update)
+            if synced.degraded:
+                raise ProofFailed(f"{new.mode}: {synced.degraded}")
+            for key, problem in synced.unserved.items():
+                raise ProofFailed(f"{new.mode}: {key} would not be served: {problem}")
         report_progress(f"programmed {max(len(update.plans) for update in updates)} service ports")
         prove(loop, new, updates, report_progress)
 
@@ -361,15 +360,13 @@ class ModeSwitch:
         old = self.instance
         settings = self._mode_settings(old.mode)
 
-        def restore() -> None:
-            try:
-                for update in self._loop.programmed(settings.node):
-                    _sync(old, update, self._pause)
-            finally:  # the loop retries whatever could not be restored now
-                self._loop.serve_with(old, settings.node, settings.pacing, Scope.RESYNC)
-
         try:
-            self._loop.call(restore)
+            try:
+                for update in self._loop.call(partial(self._loop.programmed, settings.node)):
+                    self._sync(old, update)
+            finally:  # the loop retries whatever could not be restored now
+                self._loop.call(
+                    lambda: self._loop.serve_with(old, settings.node, settings.pacing, Scope.RESYNC))
         except Exception as error:  # noqa: BLE001 - the new mode's rules may be the only ones
             log.error("could not roll back the switch; the next start removes its leftovers", extra={
                 "fields": {"mode": old.mode, "tried": new.mode, "error": repr(error)}})
@@ -378,6 +375,15 @@ class ModeSwitch:
         self._retiring.retire(new.mode, new)
         self._settle(old.mode, self.reason)
         log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
+
+    def _sync(self, instance: BackendInstance, update: Update) -> SyncReport:
+        """Sync, and retry a failure: another process may hold a lock. Raises SyncFailed."""
+        for _ in range(_TRIES - 1):
+            try:
+                return self._loop.call(partial(instance.sync, update))
+            except SyncFailed:
+                time.sleep(self._pause)  # Not on the loop's thread, which answers requests meanwhile.
+        return self._loop.call(partial(instance.sync, update))
 
     def _settle(self, mode: str, reason: Reason) -> None:
         """Delete the journal's entry only if a start chooses *mode*, which serves, and none served before."""
@@ -409,16 +415,6 @@ def _rest(left: Leftovers) -> str:
 
 def _does_not_work(mode: str, because: str) -> str:
     return f"{mode} does not work here: {because}"
-
-
-def _sync(instance: BackendInstance, update: Update, pause: float) -> SyncReport:
-    """Sync, and retry a failure: another process may hold a lock. Raises SyncFailed."""
-    for _ in range(_TRIES - 1):
-        try:
-            return instance.sync(update)
-        except SyncFailed:
-            time.sleep(pause)
-    return instance.sync(update)
 
 
 @contextmanager

@@ -5,9 +5,11 @@ Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n >
 `QUIET` shows warnings and above.
 """
 
+import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -18,18 +20,26 @@ from typing import Any, Literal, TextIO
 QUIET = -1
 
 _ROOT = "kproxy"
+_STANDARD_ERROR = 2
 _LONGEST_VALUE = 4000
 _CALLS = 6
 _KEPT = 300
 """Number of lines kept for a report."""
+_MOST_UNWRITTEN = 1 << 20
+"""Limit in bytes for lines that standard error does not take."""
+_FLUSH_SECONDS = 1.0
+"""Time limit for writing the last lines when the process ends."""
 _PLAIN = re.compile(r"""[^\s"'=\\]+""")
 
 
 def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None = None) -> None:
-    """Send all logs to *stream* (standard error) as ``text`` or ``json``. Replaces earlier calls."""
+    """Send all logs to *stream* as ``text`` or ``json``. Replaces earlier calls.
+
+    None: to standard error, from a thread, so that nothing waits for whoever reads it.
+    """
     logging.raiseExceptions = False  # a closed standard error must not fail the process
     logging.logMultiprocessing = False
-    handler = logging.StreamHandler(stream)
+    handler = _Background() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     root = logging.getLogger(_ROOT)
     root.handlers = [handler, _recent]
@@ -110,6 +120,60 @@ def _joined(text: str) -> str:
 
 def _place(call: traceback.FrameSummary, *, is_full: bool = False) -> str:
     return f"{call.name} {call.filename if is_full else os.path.basename(call.filename)}:{call.lineno}"
+
+
+class _Background(logging.Handler):
+    """Writes to standard error from a thread. Lines beyond `_MOST_UNWRITTEN` are lost, and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = bytearray()
+        self._lost = 0
+        self._is_writing = False
+        self._changed = threading.Condition()
+        """Guards the three."""
+        # The thread inherits the mask: signals of the process are for those that handle or await them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        threading.Thread(target=self._run, name="kproxy-log", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self._line(record)
+        except Exception:  # noqa: BLE001 - an argument of the caller, who must go on
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._lines) + len(line) > _MOST_UNWRITTEN:
+                self._lost += 1
+                return
+            self._lines += line
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, but for a second at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._lines or self._is_writing), _FLUSH_SECONDS)
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+                data, self._lines, self._is_writing = bytes(self._lines), bytearray(), True
+                if self._lost:
+                    data += self._line(logging.makeLogRecord({
+                        "name": "kproxy.run", "levelno": logging.WARNING, "levelname": "WARNING",
+                        "msg": "log lines were lost: standard error was not read in time",
+                        "fields": {"lines": self._lost}}))
+                    self._lost = 0
+            with contextlib.suppress(OSError):  # a closed standard error must not fail the process
+                while data:
+                    data = data[os.write(_STANDARD_ERROR, data):]
 
 
 class _Recent(logging.Handler):

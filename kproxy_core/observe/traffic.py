@@ -1,5 +1,6 @@
 """Traffic of Services: counts of the serving backend, added up, kept across restarts, and their metrics."""
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -313,6 +314,9 @@ class Stored(NamedTuple):
     alive: Volumes = {}  # noqa: RUF012
     """See `VolumeReader.alive`."""
 
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode((_boot_id(), self))
+
 
 class StoredTotals:
     """Reads and writes the file. Its totals and counts are of the same reading.
@@ -345,10 +349,10 @@ class StoredTotals:
             total.resume(now)
         return found
 
-    def write(self, content: Stored) -> None:
-        """Replace the file. A failure is logged once."""
+    def write(self, content: bytes) -> None:
+        """Replace the file by `Stored.encoded`. A failure is logged once."""
         try:
-            replace_private(self._path, msgspec.msgpack.encode((_boot_id(), content)))
+            replace_private(self._path, content)
         except OSError as error:
             level = logging.DEBUG if self._failed else logging.WARNING
             log.log(level, "cannot keep traffic totals across a restart", extra={
@@ -609,6 +613,9 @@ class TrafficRecorder:
         self._stored = stored
         self._clock = clock
         self._lock = threading.Lock()
+        """The loop's thread waits for it: nothing is written to a file while it is held."""
+        self._storing = threading.Lock()
+        """Taken before the other one."""
         self._totals = Totals()
         earlier = stored.read(clock())
         self._totals.of = dict(earlier.totals)
@@ -623,7 +630,6 @@ class TrafficRecorder:
         self._volumes = VolumeReader(families)
         self._read_at = float("-inf")
         """Time of the last reading of all."""
-        self._readings = 0
         self._problem = ""
         self._silent: set[str] = set()
         """Modes that do not count, as logged."""
@@ -641,9 +647,7 @@ class TrafficRecorder:
             self._volumes.check()
             self.failures.start(self._volumes.add_ended if self._volumes.is_counted else None)
             self._volumes.start(self._alive)
-            if is_other:
-                self._write()
-        threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
+        threading.Thread(target=self._run, args=(is_other,), name="kproxy-traffic", daemon=True).start()
 
     def stop(self) -> None:
         """Read once more, and keep the totals for the next process."""
@@ -651,8 +655,7 @@ class TrafficRecorder:
         if self._started:
             self.failures.close()
             self.read(fresh=0.0)
-            with self._lock:
-                self._write()
+            self._write()
 
     def read(self, *, fresh: float = FRESH) -> dict[ServicePortKey, Total]:
         """Return the totals of a reading that is at most *fresh* seconds old."""
@@ -681,7 +684,7 @@ class TrafficRecorder:
             if not shares:
                 self._skip = set(self._families)
                 self._read()
-            self._write()
+        self._write()
 
     def _failed(self, family: Family, frontend: Frontend, where: Destination, failure: Failure) -> None:
         """Remember a failed connection until the counts of its endpoint have been read."""
@@ -708,13 +711,15 @@ class TrafficRecorder:
                 where = Destination(nat.endpoint, endpoint_port)
                 self._totals.carry(key, where, volume, now, is_endpoint=self.owners.uses(key, where))
 
-    def _run(self) -> None:
-        while not self._stopped.wait(INTERVAL):
+    def _run(self, must_write: bool) -> None:
+        if must_write:
+            self._write()
+        for readings in itertools.count(1):
+            if self._stopped.wait(INTERVAL):
+                return
             self.read(fresh=INTERVAL / 2)
-            with self._lock:
-                self._readings += 1
-                if self._readings % _READINGS_UNTIL_WRITTEN == 0:
-                    self._write()
+            if readings % _READINGS_UNTIL_WRITTEN == 0:
+                self._write()
 
     def _read(self) -> None:
         now, mode = self._clock(), self._instance.mode
@@ -737,8 +742,13 @@ class TrafficRecorder:
                 self._totals.add(family, self._counts.new(family, reading or ()), self.owners.owner, now)
 
     def _write(self) -> None:
-        mode = "" if self._skip else self._instance.mode
-        self._stored.write(Stored(mode, self._totals.of, list(self._counts), self._volumes.alive))
+        """Write everything to the state directory. Whoever reads or switches modes does not wait for it."""
+        with self._storing:
+            with self._lock:
+                mode = "" if self._skip else self._instance.mode
+                stored = Stored(mode, self._totals.of, list(self._counts), self._volumes.alive)
+                content = stored.encoded()
+            self._stored.write(content)
 
 
 # Metrics of the traffic of Services, with a limited number of series.

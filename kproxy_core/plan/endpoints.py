@@ -7,8 +7,9 @@ from itertools import chain
 from operator import itemgetter
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Candidate, Destination, EndpointSlice, PortSpec, Row
 from kproxy_core.plan.quarantine import Quarantined, Sentence, without_quarantined
@@ -17,6 +18,9 @@ Candidates = Sequence[Candidate]
 
 MOST_DESTINATIONS = 100_000
 """Limit for the endpoints times ports of one Service in one family, far above any real one."""
+
+_FEW = 4
+"""Number of ports of a slice that are looked at one by one, without a table of them."""
 
 _KEY = _DESTINATION = itemgetter(0)
 _new = tuple.__new__  # half the time of a NamedTuple's constructor, which is a Python function
@@ -27,16 +31,62 @@ def count_destinations(slices: Mapping[str, EndpointSlice] | None) -> int:
     return sum(len(piece.endpoints) * len(piece.ports) for piece in slices.values()) if slices else 0
 
 
-def within_limit(slices: Mapping[str, EndpointSlice], most: int) -> dict[str, EndpointSlice]:
-    """Return the first *slices* by name that together hold at most *most* endpoints times ports."""
+def within_limit(
+    slices: Mapping[str, EndpointSlice], most: int, node_name: str = ""
+) -> dict[str, EndpointSlice]:
+    """Return *slices* with at most *most* endpoints times ports: of each the same number, or all that it has.
+
+    Endpoints on this node come first, then ready ones. At least one endpoint is kept.
+    """
+    share = _equal_share(sorted((len(piece.endpoints), len(piece.ports)) for piece in slices.values()), most)
     kept: dict[str, EndpointSlice] = {}
     room = most
     for name, piece in sorted(slices.items()):
-        room -= len(piece.endpoints) * len(piece.ports)
-        if room < 0:
-            break
-        kept[name] = piece
+        number = share
+        if not share and piece.ports and piece.endpoints:
+            # So many slices that not each can have an endpoint.
+            number = 1 if room == most or room >= len(piece.ports) else 0
+            room -= number * len(piece.ports)
+        kept[name] = piece if not piece.ports else _first_endpoints(piece, number, node_name)
     return kept
+
+
+def _equal_share(sizes: Sequence[tuple[int, int]], most: int) -> int:
+    """Return the most endpoints that each slice can have. *sizes*: their endpoints and ports, sorted."""
+    ports = sum(each for _, each in sizes)
+    for endpoints, of_slice in sizes:
+        if endpoints * ports > most:
+            return most // ports
+        most -= endpoints * of_slice
+        ports -= of_slice
+    return sizes[-1][0] if sizes else 0
+
+
+def _first_endpoints(piece: EndpointSlice, number: int, node_name: str) -> EndpointSlice:
+    if number >= len(piece.endpoints):
+        return piece
+    known = piece.parts.get((number, node_name))
+    if known is None:
+        best = sorted(piece.endpoints, key=lambda each: (
+            not node_name or each.node != node_name, not each.ready))
+        known = replace(piece, endpoints=tuple(best[:number]))
+        piece.parts.clear()
+        piece.parts[number, node_name] = known
+    return known
+
+
+def slices_by_port(
+    slices: Mapping[str, EndpointSlice]
+) -> dict[tuple[str, Protocol], dict[str, EndpointSlice]]:
+    """Return the *slices* that have endpoints for a service port, by its name and protocol.
+
+    A Service of many ports is planned from this: its ports times its slices are too many to look at.
+    """
+    found: dict[tuple[str, Protocol], dict[str, EndpointSlice]] = {}
+    for name, piece in slices.items():
+        for port, protocol, _ in piece.ports if piece.endpoints else ():
+            found.setdefault((port, protocol), {})[name] = piece
+    return found
 
 
 def endpoints_of(port: PortSpec, slices: Mapping[str, EndpointSlice] | None) -> Candidates:
@@ -80,7 +130,10 @@ def _remembered(piece: EndpointSlice, port: PortSpec) -> list[Row]:
 
 def _rows(piece: EndpointSlice, port: PortSpec) -> list[Row]:
     """Return the endpoints of *piece* for *port*, sorted; equal addresses in the order of the slice."""
-    numbers = [p.port for p in piece.ports if p.name == port.name and p.protocol is port.protocol]
+    if len(piece.ports) > _FEW:
+        numbers: Sequence[int] = piece.numbers.get((port.name, port.protocol), ())
+    else:
+        numbers = [p.port for p in piece.ports if p.name == port.name and p.protocol is port.protocol]
     rows = []
     for number in numbers:
         packed = number.to_bytes(2, "big")

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, is_loopback
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, is_loopback, outermost
 from kproxy_core.model.node import NodePortAddresses, NodeView
 from kproxy_core.model.service import Destination, EndpointSlice, PortSpec, Service, ServicePortKey
-from kproxy_core.plan.budget import MOST_SLOTS_OF_SERVICE, slots_of_port
-from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of
+from kproxy_core.plan.budget import OF_PORT, OF_RANGE, Fit, fit
+from kproxy_core.plan.endpoints import Candidates, categorize, endpoints_of, slices_by_port
 from kproxy_core.plan.hashing import HashBy, count_hash_slots, hash_slots
 from kproxy_core.plan.quarantine import Quarantined, Sentence
 from kproxy_core.plan.shares import MOST_SLOTS, Weights, reduce_weights, repeated, weights_of
@@ -74,8 +74,9 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     """Endpoints of weight 0 or in quarantine. They get no new connections and keep those that they have."""
     hash_by: HashBy = ""
     """Endpoints are chosen by a hash of the client or the flow; "": by chance."""
-    is_over_budget: bool = False
-    """The hash, or exact weights, would take more slots than the Service may have (`plan.budget`)."""
+    left_out: tuple[str, ...] = ()
+    """What the Service asks for beyond its limits (`plan.budget`): addresses, source ranges, endpoints, hash,
+    exact weights."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -126,15 +127,14 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
         return self._slots(self.local, self.local_weights)
 
     @property
-    def extra_slots(self) -> int:
-        """The slots beyond one for each endpoint, times the frontends at which they are chosen."""
-        if self.has_plain_choice:
-            return 0
-        extra = 0
+    def elements(self) -> int:
+        """About as many elements of the kernel as this takes in any mode (see `plan.budget`)."""
+        slots = 0
         for endpoints, weights in ((self.cluster, self.cluster_weights), (self.local, self.local_weights)):
-            slots = count_hash_slots(len(endpoints)) if self.hash_by else sum(weights) or len(endpoints)
-            extra += slots - len(endpoints)
-        return extra * sum(1 for _ in self.frontends())
+            slots += count_hash_slots(len(endpoints)) if self.hash_by else sum(weights) or len(endpoints)
+        addresses = (self.cluster_ip is not None) + len(self.external_ips) + len(self.load_balancer_ips)
+        return (OF_PORT + (addresses + (self.node_port > 0)) * (1 + slots)
+                + OF_RANGE * len(self.load_balancer_ips) * len(self.source_ranges))
 
     def _slots(self, endpoints: tuple[Destination, ...], weights: Weights) -> tuple[Destination, ...]:
         if self.hash_by:
@@ -153,40 +153,46 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
 
 def plan_service(
     service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView,
-    quarantined: Quarantined | None = None, room: int = MOST_SLOTS_OF_SERVICE,
+    quarantined: Quarantined | None = None, fitting: Fit | None = None,
 ) -> tuple[ServicePlan, ...]:
-    """Plan all ports of *service* in the family of *node*, with *room* for slots (see `plan.budget`).
+    """Plan all ports of *service* in the family of *node*.
 
     *slices* are the service's EndpointSlices of that family by name. *quarantined*: the endpoints of any
-    Service that are in quarantine; None: this one uses all of its own. Empty if the Service has no ClusterIP
-    in the family. A Forward has none at all: its ports are planned if they are served at an address of the
-    family, or at a node port with endpoints of the family.
+    Service that are in quarantine; None: this one uses all of its own. *fitting*: the part of the Service
+    that is served; None: as if it were alone on the node. Empty if the Service has no ClusterIP in the
+    family. A Forward has none at all: its ports are planned if they are served at an address of the family,
+    or at a node port with endpoints of the family.
     """
     cluster_ip = service.cluster_ip(node.family)
     if cluster_ip is None and service.cluster_ips:
         return ()
+    if fitting is None:
+        fitting = fit(service, slices, node.family)
     # Each address is served in one way. Source ranges also apply to a load balancer IP that is an
     # external IP.
     own = (cluster_ip,) if cluster_ip is not None else ()
     load_balancer_ips = of_family(service.load_balancer_ips, node.family, own)
     external_ips = of_family(service.external_ips, node.family, (*own, *load_balancer_ips))
-    source_ranges = _source_ranges(service, load_balancer_ips, node)
-    has_slots = service.hash_by or any(piece.weight is not None for piece in (slices or {}).values())
-    most_slots = slots_of_port(service, node.family, room) if has_slots else 0
-    return tuple([
-        _plan_port(service, port, endpoints_of(port, slices), weights_of(port, slices), node, cluster_ip,
-                   external_ips, load_balancer_ips or of_family(port.addresses, node.family), source_ranges,
-                   quarantined, most_slots)
-        for port in service.ports
-        if own or of_family(port.addresses, node.family) or (port.node_port and slices)
-    ])
+    load_balancer_ips = load_balancer_ips[:fitting.load_balancer_ips]
+    external_ips = external_ips[:fitting.external_addresses - len(load_balancer_ips)]
+    source_ranges = _source_ranges(service, load_balancer_ips, node, fitting.ranges)
+    by_port = slices_by_port(slices) if slices and len(service.ports) > 1 else None
+    plans: list[ServicePlan] = []
+    for port in service.ports:
+        of_port = of_family(port.addresses, node.family)[:fitting.load_balancer_ips]
+        if own or of_port or (port.node_port and slices):
+            pieces = slices if by_port is None else by_port.get((port.name, port.protocol))
+            plans.append(_plan_port(
+                service, port, endpoints_of(port, pieces), weights_of(port, pieces), node, cluster_ip,
+                external_ips, load_balancer_ips or of_port, source_ranges, quarantined, fitting))
+    return tuple(plans)
 
 
 def _plan_port(
     service: Service, port: PortSpec, endpoints: Candidates, weights: Mapping[Destination, int],
     node: NodeView, cluster_ip: Address | None, external_ips: tuple[Address, ...],
     load_balancer_ips: tuple[Address, ...], source_ranges: tuple[Cidr, ...],
-    quarantined: Quarantined | None, most_slots: int,
+    quarantined: Quarantined | None, fitting: Fit,
 ) -> ServicePlan:
     if port.protocol is not Protocol.TCP:
         quarantined = None
@@ -206,10 +212,15 @@ def _plan_port(
         quarantined=quarantined,
     )
     sets = [each for each in (chosen.cluster, chosen.local) if each]
+    left_out = fitting.left_out
     hash_by: HashBy = service.hash_by
-    if hash_by and any(count_hash_slots(len(each)) > most_slots for each in sets):
-        hash_by = ""
-    most_weighted = min(MOST_SLOTS, most_slots)
+    if hash_by and any(count_hash_slots(len(each)) > fitting.slots for each in sets):
+        hash_by, left_out = "", (*left_out, "hash")
+    most_weighted = min(MOST_SLOTS, fitting.slots)
+    if weights and most_weighted < MOST_SLOTS and any(
+        _reduced(weights, each, MOST_SLOTS) != _reduced(weights, each, most_weighted) for each in sets
+    ):
+        left_out = (*left_out, "exact weights")
     return ServicePlan(
         key=_new(ServicePortKey, (*service.name, port.name, port.protocol)),
         family=node.family,
@@ -235,8 +246,7 @@ def _plan_port(
         local_weights=_reduced(weights, chosen.local, most_weighted),
         resting=resting + tuple([where for where, _ in chosen.quarantined]),
         hash_by=hash_by,
-        is_over_budget=hash_by != service.hash_by or (most_weighted < MOST_SLOTS and any(
-            _reduced(weights, each, MOST_SLOTS) != _reduced(weights, each, most_weighted) for each in sets)),
+        left_out=left_out,
     )
 
 
@@ -252,13 +262,14 @@ def of_family(
     """Return the *addresses* of one *family*, in their order and without duplicates."""
     if not addresses:
         return ()
-    return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family and a not in other_than]))
+    others = frozenset(other_than)
+    return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family and a not in others]))
 
 
 def _source_ranges(
-    service: Service, load_balancer_ips: tuple[Address, ...], node: NodeView
+    service: Service, load_balancer_ips: tuple[Address, ...], node: NodeView, most: int
 ) -> tuple[Cidr, ...]:
-    """Return the sources that may use the load balancer IPs; () admits all.
+    """Return the sources that may use the load balancer IPs, *most* of them; () admits all.
 
     A range that covers the node also admits the load balancer IP as a source: if that address is local, the
     node's own connections come from it.
@@ -268,6 +279,8 @@ def _source_ranges(
     ranges = tuple(r for r in service.source_ranges if r.family is node.family)
     if any(r.prefix == 0 for r in ranges):
         return ()
+    if len(ranges) > most:
+        ranges = outermost(ranges)[:most]
     if node.node_ip is not None and any(node.node_ip in r for r in ranges):
         ranges += tuple(Cidr(address, node.family.bits) for address in load_balancer_ips)
     return ranges

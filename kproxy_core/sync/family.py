@@ -13,6 +13,7 @@ from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.model.timing import Repeats
+from kproxy_core.plan.budget import GIANT
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.isolation import Isolation
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
@@ -36,8 +37,18 @@ _LONGEST_LEFT_OUT = 300.0
 _REMEMBERED_TRIGGERS = 10_000
 """Bound on changes whose latency is recorded after a series of failed syncs. The oldest are dropped."""
 
-_GIANT_REST_SHARE = 4
-"""Rest after a sync for a giant, as a multiple of its CPU time. Other Services are not delayed."""
+_BACKLOG_REST_SHARE = 4
+"""Rest after syncs for giants and for what was postponed, as a multiple of their CPU time.
+
+Other Services are not delayed.
+"""
+
+_SMALLEST_PART = 2_000
+_LARGEST_PART = 20_000
+"""Elements of a sync, beyond which changes are postponed."""
+
+_PART_SECONDS = 0.2
+"""CPU seconds that such a sync should take. Changes that arrive meanwhile wait for it."""
 
 
 class FamilySync:
@@ -59,9 +70,15 @@ class FamilySync:
         self._clock = clock
         self._cpu = cpu
         self._cpu_before = 0.0
-        self._is_for_giant = False
-        """The sync under way is for a giant, and does not delay the next one for others."""
-        self._giants_rest_until = 0.0
+        self._is_for_backlog = False
+        """The sync under way is for a giant or what was postponed. It delays no later one for others."""
+        self._backlog_rest_until = 0.0
+        self._backlog_cost = 0.0
+        """CPU seconds of the syncs since that rest."""
+        self._part = GIANT
+        """Elements of a sync, beyond which changes are postponed, learned from the time that syncs take."""
+        self._elements = 0
+        """Those of the sync under way; 0: unknown."""
         self._trigger_times: list[float] = []
         self._failures = 0
         self._repeats = Repeats()
@@ -124,14 +141,15 @@ class FamilySync:
         times = [self.pacing.next_wakeup(now), self.plans.next_time]
         if not self._failures:
             times.append(self._isolation.retry_at)
-            if self.plans.waiting:
-                times.append(self._giants_rest_until)
+            if self.plans.waiting or self.plans.postponed:
+                times.append(self._backlog_rest_until)
         return min((max(now, at) for at in times if at is not None), default=None)
 
     def turn(self) -> None:
         """Sync if that is due. Raises Unsupported if the backend cannot work here.
 
-        Giants are planned one by one, when no other Service waits.
+        The largest changes wait for all others: giants are planned one by one, and what takes more than a
+        moment is written in parts, the smallest first.
         """
         now = self._clock()
         if self.plans.set_time(now):
@@ -142,23 +160,20 @@ class FamilySync:
         if self._isolation.trial or (self._isolation.trial is not None and scope is not None):
             must_resync = scope is Scope.RESYNC or self._isolation.must_resync or not self._trusts_backend
             scope = Scope.RESYNC if must_resync else Scope.CHANGED
-        self._is_for_giant = False
+        self._is_for_backlog = False
         if scope is None:
-            if not self.plans.waiting or self._failures or now < self._giants_rest_until:
+            has_backlog = self.plans.waiting or self.plans.postponed
+            if not has_backlog or self._failures or now < self._backlog_rest_until:
                 return
-            scope, self._is_for_giant = Scope.CHANGED, True
+            scope, self._is_for_backlog = Scope.CHANGED, True
+        is_for_giant = self._is_for_backlog and not self.plans.postponed
         started, self._cpu_before = self._clock(), self._cpu()
         self._observers.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
-        for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(self._is_for_giant)):
+        for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(is_for_giant)):
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
-        self._withhold(now)
-        for service, slices in self.plans.take_omissions().items():
-            log.log(
-                logging.ERROR if slices else logging.INFO,
-                "endpoints beyond the limit are not used" if slices else "all endpoints are used again",
-                extra={"fields": {
-                    "service": str(service), "limit": self.plans.limit(service), "slices_not_used": slices}})
-        self._trigger_times += self._objects.take_trigger_times(self.plans.waiting)
+        self._withhold(now, scope)
+        self._log_left_out()
+        self._trigger_times += self._objects.take_trigger_times(self.plans.delayed)
         is_told = self._isolation.unserved.keys() | self.plans.unplanned.keys() <= self.plans.unserved.keys()
         if scope is Scope.CHANGED and is_told and not self.plans.differs and not self._degraded:
             self._succeeded(started, scope, None)
@@ -166,6 +181,7 @@ class FamilySync:
         if udp_frontends := self.plans.pending_udp_frontends():
             self._observers.plans_changed(self.family, udp_frontends)
         self._observers.sync_planned(self.plans)
+        before = self._cpu()
         try:
             report = self.instance.sync(self.plans.update(scope))
         except Unsupported:
@@ -173,14 +189,47 @@ class FamilySync:
         except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must continue
             self._failed(started, scope, error)
         else:
+            self._learn_part(self._cpu() - before)
             self._succeeded(started, scope, report)
 
-    def _withhold(self, now: float) -> None:
-        """Keep service ports that the backend fails to program, or may fail to, out of the next update."""
+    def _learn_part(self, seconds: float) -> None:
+        """Adapt the size of parts to the CPU time of the last sync, which some modes spend in programs."""
+        if self._elements <= self._part / 2:
+            return
+        if seconds > _PART_SECONDS:
+            self._part = max(_SMALLEST_PART, self._part // 2)
+        elif seconds < _PART_SECONDS / 2:
+            self._part = min(_LARGEST_PART, 2 * self._part)
+
+    def _log_left_out(self) -> None:
+        """Log which Services are not served in full, where that changes."""
+        for service in self.plans.take_left_out():
+            fields = {"ip_family": self.family.label, "service": str(service)}
+            if problem := self.plans.describe_left_out(service):
+                log.error("service exceeds the limits", extra={"fields": {**fields, "left_out": problem}})
+            else:
+                log.info("service is served in full again", extra={"fields": fields})
+
+    def _describe_left_out(self) -> str:
+        """Return the Services that exceed their limits, for people."""
+        if not (left_out := self.plans.left_out):
+            return ""
+        service = next(iter(left_out))
+        others = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        return f"beyond the limits: {service}: {self.plans.describe_left_out(service)}{others}"
+
+    def _withhold(self, now: float, scope: Scope) -> None:
+        """Keep service ports that the backend fails to program, or may fail to, out of the next update.
+
+        And those that must wait for others.
+        """
         isolation = self._isolation
         isolation.add([key for key in self.plans.take_reconsidered() if key in isolation.left_out], now)
         if (trial := isolation.trial) is not None:
             isolation.add(self.plans.differing - isolation.withheld - frozenset(trial), now)
+        is_whole = scope is Scope.RESYNC or trial is not None
+        self._elements = self.plans.postpone(
+            None if is_whole else self._part, isolation.withheld, again=self._is_for_backlog)
         self.plans.withhold(frozenset(isolation.withheld))
 
     def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
@@ -196,12 +245,13 @@ class FamilySync:
         if scope is Scope.RESYNC:
             rules_were_missing = self._is_damaged or (report is not None and report.operations > 0)
             self._is_damaged = False
+        exceeded = self._describe_left_out()
         if report is None:
-            problem = self._log_unserved(self.plans.unserved)
+            problem = "; ".join(filter(None, (self._log_unserved(self.plans.unserved), exceeded)))
         else:
             self._log_sync(scope, report, ended - started)
             unserved = {**report.unserved, **self._isolation.unserved, **self.plans.unplanned}
-            problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded)))
+            problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded, exceeded)))
             self._degraded = report.degraded
             steps = self.plans.acknowledge(unserved)
             self.is_synced = self.is_synced or self._isolation.trial is None
@@ -268,7 +318,7 @@ class FamilySync:
             return
         if _is_of_machine(error):
             return
-        differing = plans.differing - isolation.withheld
+        differing = plans.differing - isolation.withheld - plans.postponed
         first = 0 if isinstance(error, PluginFailed) else _SUSPECT_ALL_AFTER
         if self.is_synced and differing and self._failures >= self._suspect_at:
             isolation.search(differing, now, first_without=True)
@@ -301,8 +351,11 @@ class FamilySync:
         A busy machine makes it longer, but not costlier.
         """
         cost = self._cpu() - self._cpu_before
-        if self._is_for_giant:
-            self._giants_rest_until = self._clock() + _GIANT_REST_SHARE * cost
+        if self._is_for_backlog:
+            self._backlog_cost += cost
+            if not self.plans.postponed:
+                self._backlog_rest_until = self._clock() + _BACKLOG_REST_SHARE * self._backlog_cost
+                self._backlog_cost = 0.0
             return 0.0
         return cost
 

@@ -17,7 +17,7 @@ from kproxy_core.contract.values import IsRemoved, Measurement, Scope, Update
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.relay.counts import GAUGES, Counter
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
-from kproxy_core.linux.relay.pool import Worker, WorkerPool
+from kproxy_core.linux.relay.pool import HANG_SECONDS, Worker, WorkerPool
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.model.timing import FIRST, STABLE, Backoff
@@ -39,8 +39,8 @@ _FOLLOWED = 0.5
 """Longest time in seconds that a sync waits for the relays that follow it; not while an answer is late."""
 _CHECKED = 10.0
 """Interval in seconds at which the worker process has to answer."""
-_CLOSED = 12.0
-"""Longest time in seconds in which the worker process ends by itself."""
+_CLOSED = 1.0
+"""Longest time in seconds that the end of the proxy waits for an answer."""
 
 _PREFIX = "kubeproxy_nftables_localhost_nodeport_"
 _OWN_PREFIX = "kproxy_localhost_node_port_"
@@ -149,7 +149,7 @@ class NodePortRelays:
         self._post = post
         self._later = later
         self._serves = serves
-        self._workers = WorkerPool(1, _SETTINGS)
+        self._workers = WorkerPool(1, _SETTINGS, patience=HANG_SECONDS)
         self._courier = _Courier(self._check)
         self._orders: dict[int, Serve | None] = {}
         """Those that the courier has not taken yet."""
@@ -269,6 +269,7 @@ class NodePortRelays:
         """End the process, and with it every connection."""
         if not self._courier.end(_CLOSED):
             self._workers.kill()
+            self._courier.end(_CLOSED)
         self._workers.close()
 
     def _bring(

@@ -1,8 +1,7 @@
 """The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from kproxy_core.contract.errors import one_line
@@ -10,17 +9,18 @@ from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination, EndpointSlice, Service, ServiceName, ServicePortKey
-from kproxy_core.model.timing import Agenda
-from kproxy_core.plan.budget import (
-    GIANT,
-    MOST_SLOTS_OF_NODE,
-    MOST_SLOTS_OF_SERVICE,
-    count_elements,
-    most_destinations,
+from kproxy_core.model.service import (
+    Destination,
+    EndpointSlice,
+    PortSpec,
+    Service,
+    ServiceName,
+    ServicePortKey,
 )
+from kproxy_core.model.timing import Agenda
+from kproxy_core.plan.budget import GIANT, NodeBudget, describe, fit
 from kproxy_core.plan.claims import Claims, Conflict
-from kproxy_core.plan.endpoints import Candidates, count_destinations, endpoints_of, within_limit
+from kproxy_core.plan.endpoints import Candidates, endpoints_of, within_limit
 from kproxy_core.plan.last_resort import LastResort, LastResortStep, as_ready, find_last_resort
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.plan.removed_endpoints import kept_destinations
@@ -112,16 +112,20 @@ class FamilyPlans:
         self._quarantined: Quarantined = {}
         self._giants: set[ServiceName] = set()
         """Giants among the planned Services."""
-        self._slots: dict[ServiceName, int] = {}
-        """`ServicePlan.extra_slots` of the Services that have any."""
-        self._slots_taken = 0
-        self._without_slots: set[ServiceName] = set()
-        """Services whose hash or weights found no room."""
+        self._budget = NodeBudget()
         self._waiting: dict[ServiceName, None] = {}
         """Changed giants that are not planned yet, in that order."""
-        self._omitted: dict[ServiceName, int] = {}
-        """Number of slices that are not used, for Services above the limit."""
-        self._new_omissions: dict[ServiceName, int] = {}
+        self._postponed: dict[ServicePortKey, int] = {}
+        """See `postponed`; with the elements of each."""
+        self._resized: set[ServicePortKey] = set()
+        """Those of `_postponed` that have been planned since."""
+        self._slices_used: dict[ServiceName, Mapping[str, EndpointSlice]] = {}
+        """Those of Services with more endpoints than fit."""
+        self.left_out: dict[ServiceName, tuple[str, ...]] = {}
+        """`ServicePlan.left_out` of Services that are not served in full."""
+        self._new_left_out: dict[ServiceName, tuple[str, ...]] = {}
+        self._ports: tuple[Service | None, dict[tuple[str, Protocol], PortSpec]] = (None, {})
+        """The Service whose endpoints were asked for last, and its ports."""
         self._last_resorts: dict[ServiceName, LastResort] = {}
         self._last_resorts_before: dict[ServiceName, LastResort | None] = {}
         """The acknowledged ones of the Services whose last resorts may differ now."""
@@ -202,22 +206,37 @@ class FamilyPlans:
                 self._put_granted(name)
         for name in touched:
             self._put_granted(name)
+        for name in self._budget.take_fitting():
+            self.plan_again(name, self.now)
         return self._claims.take_conflicts()
 
     def _plans_of(self, name: ServiceName) -> tuple[ServicePlan, ...]:
-        """Plan a Service; () if it does not exist."""
-        service = self._store.services.get(name)
+        """Plan a Service, as far as it fits; () if it does not exist."""
+        service, slices = self._store.services.get(name), self._objects.slices.get(name)
+        self._slices_used.pop(name, None)
+        if service is None:
+            self._budget.release(name)
+            self._giants.discard(name)
+            self._note_left_out(name, ())
+            self._note_last_resort(name, None)
+            return ()
+        fitting = self._budget.fit(service, slices, self.family)
+        if slices and "endpoints" in fitting.left_out:
+            self._slices_used[name] = within_limit(slices, fitting.destinations, self.node.name)
+        (self._giants.add if fitting.elements > GIANT else self._giants.discard)(name)
         self._note_last_resort(name, service)
-        wanted: tuple[ServicePlan, ...] = ()
-        if service is not None:
-            quarantined = self._quarantined if self._store.avoids_silent(service) else None
-            slices = self._as_planned(name, self._usable_slices(name))
-            wanted = self._within_budget(name, partial(plan_service, service, slices, self.node, quarantined))
-        else:
-            self._without_slots.discard(name)
-            self._take_slots(name, 0)
-        self._note_size(name)
+        quarantined = self._quarantined if self._store.avoids_silent(service) else None
+        used = self._as_planned(name, self._usable_slices(name))
+        wanted = plan_service(service, used, self.node, quarantined, fitting)
+        self._note_left_out(name, tuple(dict.fromkeys(what for plan in wanted for what in plan.left_out)))
         return wanted
+
+    def _note_left_out(self, name: ServiceName, left_out: tuple[str, ...]) -> None:
+        if left_out != self.left_out.get(name, ()):
+            self._new_left_out[name] = left_out
+            self.left_out.pop(name, None)
+            if left_out:
+                self.left_out[name] = left_out
 
     def _note_unplanned(self, name: ServiceName, error: Exception) -> None:
         """Note that planning a Service has failed. It is planned again when it changes, and later."""
@@ -236,43 +255,25 @@ class FamilyPlans:
         self.unplanned |= dict.fromkeys(keys, problem)
         self.plan_again(name, self.now + _UNPLANNED_AGAIN)
 
-    def _within_budget(
-        self, name: ServiceName, plan: Callable[..., tuple[ServicePlan, ...]]
-    ) -> tuple[ServicePlan, ...]:
-        """Return the plans of a Service, without hash and weights if the node has no room for their slots."""
-        wanted = plan(room=MOST_SLOTS_OF_SERVICE)
-        slots = sum(each.extra_slots for each in wanted)
-        before = self._slots.get(name, 0)
-        self._without_slots.discard(name)
-        if slots > before and self._slots_taken - before + slots > MOST_SLOTS_OF_NODE:
-            self._without_slots.add(name)
-            wanted, slots = plan(room=0), 0
-        self._take_slots(name, slots)
-        return wanted
-
-    def _take_slots(self, name: ServiceName, slots: int) -> None:
-        """Note that a Service has *slots*. If it had more, those that found no room are planned again."""
-        before = self._slots.pop(name, 0)
-        self._slots_taken += slots - before
-        if slots:
-            self._slots[name] = slots
-        if slots < before:
-            for each in self._without_slots:
-                self.plan_again(each, self.now)
-
     @property
     def waiting(self) -> Mapping[ServiceName, None]:
         """Changed giants that are not planned yet."""
         return self._waiting
 
-    def take_omissions(self) -> dict[ServiceName, int]:
-        """Return how many slices of Services are beyond the limit, where that changed since the last call."""
-        taken, self._new_omissions = self._new_omissions, {}
+    @property
+    def delayed(self) -> Mapping[ServiceName, None]:
+        """The Services that are not wholly part of the next update: giants, and those postponed."""
+        return self._waiting | dict.fromkeys(key.service for key in self._postponed)
+
+    def take_left_out(self) -> dict[ServiceName, tuple[str, ...]]:
+        """Return `left_out` where it changed since the last call; (): nothing any more."""
+        taken, self._new_left_out = self._new_left_out, {}
         return taken
 
-    def limit(self, name: ServiceName) -> int:
-        """Return how many endpoints times ports of a Service are used at most."""
-        return most_destinations(self._store.services.get(name), self.family)
+    def describe_left_out(self, name: ServiceName) -> str:
+        """Return what a Service asks for beyond its limits, and these, for people; "" if nothing."""
+        left_out = self.left_out.get(name, ())
+        return describe(left_out, because_of_others=self._budget.is_limited(name))
 
     def last_resort(self, name: ServiceName) -> LastResort | None:
         """Return the last resort with which a Service was planned. From any thread."""
@@ -311,9 +312,83 @@ class FamilyPlans:
     def withhold(self, keys: Set[ServicePortKey]) -> None:
         """Leave the changes of *keys* out of updates from now on: the backend keeps their acknowledged plans.
 
-        Those that do not differ are left out altogether: the acknowledged plan is the one that fails.
+        Those that do not differ are left out altogether: the acknowledged plan is the one that fails. What is
+        postponed is left out, too.
         """
-        self._withheld = {key: self._plan_to_keep(key) for key in keys}
+        left_out = keys | self._postponed.keys() if self._postponed else keys
+        self._withheld = {key: self._plan_to_keep(key, left_out) for key in left_out}
+
+    @property
+    def postponed(self) -> Set[ServicePortKey]:
+        """The service ports whose changes are left for a later update, because the next is large enough."""
+        return self._postponed.keys()
+
+    @property
+    def pending(self) -> dict[ServicePortKey, ServicePlan | None]:
+        """The acknowledged plans of what is postponed; None: absent."""
+        return {key: self._before[key] for key in self._postponed if key in self._before}
+
+    def postpone(self, most: int | None, withheld: Set[ServicePortKey], *, again: bool) -> int:
+        """Leave the largest changes, beyond *most* elements, out of the next update; None: none.
+
+        So the change of a small Service does not wait until many others, or a Service of many ports, are in
+        the kernel. *withheld* are left out anyway. *again*: the update may contain what was postponed before;
+        otherwise only what has changed since. Return the elements that it has, 0 for those of None.
+        """
+        earlier = {key: size for key, size in self._postponed.items()
+                   if key in self._before and key not in withheld}
+        self._postponed, resized, self._resized = {}, self._resized, set()
+        if most is None:
+            return 0
+        sizes = {
+            key: self._size(key) for key in self._before.keys() - withheld
+            if key not in earlier or key in resized}
+        everything = earlier | sizes
+        fresh = sizes.keys() - earlier.keys()
+        total = sum(everything[key] for key in (everything if again else fresh))
+        if total <= most and (again or not earlier):
+            return total
+        partners = self._partners(everything, most)
+        chosen: set[ServicePortKey] = set()
+        total = 0
+        for key in sorted(everything if again else fresh, key=everything.__getitem__):
+            if key not in chosen:
+                together = partners.get(key, {key})
+                size = sum(everything[each] for each in together)
+                if total and total + size > most:
+                    break
+                chosen |= together
+                total += size
+        self._postponed = {key: size for key, size in everything.items() if key not in chosen}
+        return total
+
+    def _size(self, key: ServicePortKey) -> int:
+        """Return about how many elements the change of a service port may write or delete."""
+        plans = self._before[key], self.plans.get(key)
+        return max((plan.elements for plan in plans if plan is not None), default=0)
+
+    def _partners(
+        self, sizes: Mapping[ServicePortKey, int], most: int
+    ) -> dict[ServicePortKey, set[ServicePortKey]]:
+        """Return service ports that frontends move between, which one update should contain together.
+
+        Without groups of more than *most* elements: when one of their service ports takes a frontend, the
+        one that had it and is postponed is not served until its turn.
+        """
+        found: dict[ServicePortKey, set[ServicePortKey]] = {}
+        for key in sizes:
+            before = self._before[key]
+            for frontend in before.frontends() if before is not None else ():
+                holder = self._claims.holder(frontend)
+                if holder is None or holder == key or holder not in sizes:
+                    continue
+                small, large = sorted((found.get(key, {key}), found.get(holder, {holder})), key=len)
+                if small is not large:
+                    large |= small
+                    found |= dict.fromkeys((*small, key, holder), large)
+        groups = {id(group): group for group in found.values()}
+        fitting = {at for at, group in groups.items() if sum(sizes[key] for key in group) <= most}
+        return {key: group for key, group in found.items() if id(group) in fitting}
 
     def take_reconsidered(self) -> Set[ServicePortKey]:
         """Return the withheld service ports whose plans have changed since the last call."""
@@ -342,14 +417,18 @@ class FamilyPlans:
         """The service ports that the backend could not serve."""
         return [key for key in self.unserved if key not in self.unplanned]
 
-    def _plan_to_keep(self, key: ServicePortKey) -> ServicePlan | None:
+    def _plan_to_keep(self, key: ServicePortKey, withheld: Set[ServicePortKey]) -> ServicePlan | None:
         """Return the acknowledged plan of a withheld service port that differs.
 
-        None, too, if another service port has its frontends now.
+        None, too, if another service port that is not *withheld* has its frontends now.
         """
         plan = self._before.get(key)
-        if plan is None or any(self._claims.holder(each) not in (None, key) for each in plan.frontends()):
+        if plan is None:
             return None
+        for frontend in plan.frontends():
+            holder = self._claims.holder(frontend)
+            if holder is not None and holder != key and holder not in withheld:
+                return None
         return plan
 
     def _acknowledged(self, key: ServicePortKey) -> ServicePlan | None:
@@ -382,7 +461,8 @@ class FamilyPlans:
 
         Their serving endpoints or relays may differ even where their plans do not.
         """
-        taken, self._udp_ports = self._udp_ports, set()
+        taken = self._udp_ports - self._postponed.keys()
+        self._udp_ports -= taken
         return frozenset(taken)
 
     @property
@@ -394,7 +474,8 @@ class FamilyPlans:
         return self._reset_ports
 
     def take_reset_ports(self) -> frozenset[ServicePortKey]:
-        taken, self._reset_ports = self._reset_ports, set()
+        taken = self._reset_ports - self._postponed.keys()
+        self._reset_ports -= taken
         return frozenset(taken)
 
     def kept(self, key: ServicePortKey) -> frozenset[Destination] | None:
@@ -403,7 +484,7 @@ class FamilyPlans:
         None, too, for a Service above the limit, not all of whose endpoints are known.
         """
         plan = self.plans.get(key)
-        if plan is None or not plan.resets_removed or key.service in self._omitted:
+        if plan is None or not plan.resets_removed or key.service in self._slices_used:
             return None
         return kept_destinations(plan, self.candidates(key))
 
@@ -413,7 +494,8 @@ class FamilyPlans:
         The number of ready endpoints may differ even where no plan does. While a service port is not served,
         endpoints that it had not before do not count.
         """
-        taken, self._health_checked = self._health_checked, set()
+        taken = self._health_checked - {key.service for key in self._postponed}
+        self._health_checked -= taken
         return {name: self._health_check(name) for name in taken}
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
@@ -436,10 +518,14 @@ class FamilyPlans:
     def candidates(self, key: ServicePortKey) -> Candidates:
         """Return all endpoints of one service port, usable or not."""
         service = self._store.services.get(key.service)
-        for port in service.ports if service is not None else ():
-            if (port.name, port.protocol) == (key.port_name, key.protocol):
-                return endpoints_of(port, self._usable_slices(key.service))
-        return ()
+        if service is None:
+            return ()
+        known, ports = self._ports
+        if known is not service:
+            ports = {(port.name, port.protocol): port for port in service.ports}
+            self._ports = service, ports
+        port = ports.get((key.port_name, key.protocol))
+        return endpoints_of(port, self._usable_slices(key.service)) if port is not None else ()
 
     def slices(self, service: ServiceName) -> Sequence[EndpointSlice]:
         """Return the EndpointSlices of a Service by name, used or not."""
@@ -447,18 +533,13 @@ class FamilyPlans:
 
     def _is_giant(self, name: ServiceName) -> bool:
         """Return whether a Service is a giant now, or was one when it was planned."""
-        return name in self._giants or self._elements(name) > GIANT
-
-    def _elements(self, name: ServiceName) -> int:
         service = self._store.services.get(name)
-        return count_elements(service, self._objects.slices.get(name), self.family)
+        if name in self._giants or service is None:
+            return name in self._giants
+        return fit(service, self._objects.slices.get(name), self.family).elements > GIANT
 
     def _usable_slices(self, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
-        slices = self._objects.slices.get(name)
-        if not slices:
-            return slices
-        most = most_destinations(self._store.services.get(name), self.family)
-        return within_limit(slices, most) if count_destinations(slices) > most else slices
+        return self._slices_used.get(name) or self._objects.slices.get(name)
 
     def _as_planned(
         self, name: ServiceName, slices: Mapping[str, EndpointSlice] | None
@@ -483,21 +564,6 @@ class FamilyPlans:
         else:
             self._last_resorts[name] = found
             self.plan_again(name, found.until)
-
-    def _note_size(self, name: ServiceName) -> None:
-        """Note whether a Service that is being planned is a giant, and how many slices it may not use."""
-        slices = self._objects.slices.get(name) or {}
-        if self._elements(name) + self._slots.get(name, 0) > GIANT:
-            self._giants.add(name)
-        elif name in self._giants:
-            self._giants.remove(name)
-        else:
-            return
-        omitted = len(slices) - len(self._usable_slices(name) or ())
-        if omitted != self._omitted.pop(name, 0):
-            self._new_omissions[name] = omitted
-        if omitted:
-            self._omitted[name] = omitted
 
     def _health_check(self, name: ServiceName) -> HealthCheck | None:
         granted = self._claims.granted(name)
@@ -527,6 +593,8 @@ class FamilyPlans:
             return
         if key in self._withheld:
             self._reconsidered.add(key)
+        if key in self._postponed:
+            self._resized.add(key)
         if plan is None:
             del self.plans[key]
         else:

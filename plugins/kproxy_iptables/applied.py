@@ -5,14 +5,14 @@ computed again when the plan changes.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
-from kproxy_iptables.batch import References
+from kproxy_iptables.batch import References, Section
 from kproxy_iptables.names import FILTER, NAT
 from kproxy_iptables.skeleton import ALL_JUMPS, BLOCK_LOCALNET, Facts, skeleton
 from kproxy_iptables.wanted import DispatchRule, Style, Wanted, make_style, wanted
@@ -20,6 +20,8 @@ from kproxy_xtables.rules import ChainKey, append_commands, has_rule, missing_ju
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
+_MANY = 100
+"""Deletions from one chain beyond which it is replaced: iptables compares each with all rules before it."""
 _CHAINS = "chains of service ports"
 """Key beside the tables in counts of rules."""
 
@@ -95,21 +97,45 @@ class Applied:
                 (name, body) for name, body in after.chains.items() if before.chains.get(name) != body
             )
             stale.update((name, None) for name in before.chains if name not in after.chains)
-            removed += [rule for rule in before.rules if rule not in after.rules]
-            added += [rule for rule in after.rules if rule not in before.rules]
+            unchanged = {*before.rules}.intersection(after.rules)
+            removed += [rule for rule in before.rules if rule not in unchanged]
+            added += [rule for rule in after.rules if rule not in unchanged]
             counted = _count(after)
             chain_rules += counted[_CHAINS]
             growth.update(counted)
             growth.subtract(_count(before))
         references = References(stale=[name for name in stale if name not in chains])
+        deletions = Counter((table, chain) for table, chain, _ in removed)
+        rewritten = {chain for chain, number in deletions.items() if number > _MANY}
         for table, chain, spec in removed:
-            lines = references.filter_deletes if table == FILTER else references.sections[NAT].lines
-            lines.append(f"-D {chain} {spec}")
+            if (table, chain) not in rewritten:
+                section = references.late if table == FILTER else references.sections[NAT]
+                section.lines.append(f"-D {chain} {spec}")
+        if rewritten:
+            self._rewrite(rewritten, changed, references, style, skeleton(node, facts))
+            added = [rule for rule in added if (rule.table, rule.chain) not in rewritten]
         # At the top, because the last rule of KUBE-SERVICES must remain the last. In reverse order, because
         # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
             references.sections[table].lines.append(f"-I {chain} {spec}")
         return Difference(list(chains.items()), references, changed, growth, chain_rules, endpoints)
+
+    def _rewrite(
+        self, rewritten: Set[ChainKey], changed: Mapping[ServicePortKey, ServicePlan | None],
+        references: References, style: Style, constant: Mapping[ChainKey, Sequence[str]],
+    ) -> None:
+        """Replace chains outside those of service ports. O(all service ports)."""
+        sections: dict[ChainKey, Section] = {}
+        for table, chain in sorted(rewritten):
+            section = references.late if table == FILTER else references.sections[NAT]
+            section.chains.append(chain)
+            sections[table, chain] = section
+        for plan in {**self.plans, **changed}.values():
+            for table, chain, spec in wanted(plan, style).rules if plan else ():
+                if (table, chain) in sections:
+                    sections[table, chain].lines.append(f"-A {chain} {spec}")
+        for key, section in sections.items():
+            section.lines += [f"-A {key[1]} {spec}" for spec in constant[key]]
 
     def acknowledge(self, difference: Difference) -> None:
         for key, plan in difference.plans.items():

@@ -38,7 +38,7 @@ class References:
 
     sections: dict[str, Section] = field(default_factory=lambda: defaultdict(Section))
     """By table."""
-    filter_deletes: list[str] = field(default_factory=list)
+    late: Section = field(default_factory=Section)
     """Deletions of drop and reject rules, executed after the rules that forward exist."""
     stale: list[str] = field(default_factory=list)
     """Chains of service ports to which nothing jumps any more."""
@@ -46,8 +46,8 @@ class References:
     @property
     def operations(self) -> int:
         """Number of chains and rules written or deleted."""
-        written = sum(len(s.chains) + len(s.lines) for s in self.sections.values())
-        return written + len(self.filter_deletes) + len(self.stale)
+        written = sum(len(s.chains) + len(s.lines) for s in (*self.sections.values(), self.late))
+        return written + len(self.stale)
 
 
 def inputs(
@@ -69,7 +69,7 @@ def inputs(
     sections = last.sections
     text = sections[MANGLE].text(MANGLE) + sections[FILTER].text(FILTER)
     text += sections[NAT].text(NAT, "".join(declared) + "".join(bodies), last.stale)
-    text += Section(lines=last.filter_deletes).text(FILTER)
+    text += last.late.text(FILTER)
     if text:
         yield text
 

@@ -86,6 +86,10 @@ class Applied:
             found.adds.extend(redirects - held)
         return found
 
+    def portals_after(self, wanted: Mapping[ServicePortKey, frozenset[Redirect]]) -> list[Redirect]:
+        """Return all portals once those of some service ports are the *wanted* ones. O(all)."""
+        return [redirect for redirects in {**self.portals, **wanted}.values() for redirect in redirects]
+
     def acknowledge(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> None:
         """Record all *portals* of some service ports."""
         for key, redirects in portals.items():

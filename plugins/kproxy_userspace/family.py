@@ -27,6 +27,9 @@ log = logging.getLogger("kproxy.userspace")
 GRACE_SECONDS = 5.0
 """Seconds after the deletion of a portal in which conntrack may lack clients that its rule matched."""
 
+_MANY = 100
+"""Deletions beyond which all portals are replaced: iptables compares each with all rules before it."""
+
 _numbers = itertools.count(1)
 
 
@@ -206,9 +209,9 @@ class FamilyState:
             operations += self._close_relays(surplus)
         for relay in self._applied.all_relays():
             if relay.number in failures:  # The next sync of the other family reports its own.
-                unserved[relay.name.key] = f"a relay can't listen: {failures[relay.number]}"
+                unserved[relay.name.key] = f"a relay does not serve it: {failures[relay.number]}"
         self.unserved = unserved
-        return SyncReport(operations, unserved=dict(unserved))
+        return SyncReport(operations, unserved=dict(unserved), degraded=self._workers.problem)
 
     def _relay(self, name: RelayName, want: Wanted) -> Relay:
         """Return a wanted relay with its port, which is bound if necessary. Raises NoPort."""
@@ -261,7 +264,10 @@ class FamilyState:
         deletes, adds = self._applied.difference(portals)
         if deletes or adds:
             try:
-                self._portals.change(deletes, adds)
+                if len(deletes) > _MANY:
+                    self._portals.rewrite(self._applied.portals_after(portals))
+                else:
+                    self._portals.change(deletes, adds)
             except HostError as error:
                 raise TrustLost(str(error)) from error
         return len(deletes) + len(adds)

@@ -36,6 +36,7 @@ class Retirement:
 
     def advance(self) -> Leftovers:
         """Take the next steps. Return the deleted portals, and the number of clients still served."""
+        self._workers.check()
         removed: list[str] = []
         errors: list[str] = []
         for family in self._families:
@@ -54,6 +55,7 @@ class Retirement:
                     family.stop_accepting()
                 except HostError as error:
                     errors.append(str(error))
+                    self.is_accepting = True
         # Counted last, because clients may just have been accepted.
         waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()
         return Leftovers(tuple(removed), tuple(errors), waiting, in_grace)

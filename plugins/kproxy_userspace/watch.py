@@ -1,4 +1,4 @@
-"""Detection of workers that exit or lack resources, and of foreign changes to portals.
+"""Detection of workers that exit, hang or lack resources, and of foreign changes to portals.
 
 nf_tables announces every commit. A commit to our chains is damage. After a commit that may have deleted a
 jump to them, the portals are compared with the kernel at once. Legacy iptables announces nothing; there they
@@ -28,7 +28,7 @@ from kproxy_userspace.skeleton import JUMPS
 log = logging.getLogger("kproxy.userspace")
 
 _POLL_SECONDS = 1.0
-"""Interval in seconds at which new workers are noticed, and counts are read."""
+"""Interval in seconds at which new and hanging workers are noticed, and counts are read."""
 
 _SHORTAGE_SECONDS = 30.0
 """Minimum seconds between log lines about a shortage in one worker."""
@@ -86,6 +86,9 @@ class Watcher:
         while self._wait(min(due, used - _BURST) if self._suspicions else due):
             for worker in self._workers.running():
                 self._check_shortage(worker)
+            if self._workers.check():
+                for family in list(self._families):
+                    self._damaged(family, "a relay worker answers again")
             began, before = time.monotonic(), cpu_seconds()
             if began >= due:
                 self._check_portals(list(self._families))

@@ -51,19 +51,21 @@ class Worker:
     """A worker that serves one relay and is timed."""
 
     def __init__(self, serve: orders.Serve) -> None:
-        self._control, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        self._control = wire.Channel(self._socket)
         self._result, result = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=_run_timed, args=(theirs, result), daemon=True)
         self._process.start()
         self.ask(serve)
 
     def ask(self, command: orders.Command) -> None:
-        wire.send(self._control, wire.encoded([command]))
-        wire.receive(self._control)
+        self._control.send(wire.encoded([command]))
+        select.select([self._control], [], [])
+        self._control.receive()
 
     def end(self) -> list[list[int]]:
         """Return the nanoseconds of each timed statement."""
-        self._control.shutdown(socket.SHUT_RDWR)
+        self._socket.shutdown(socket.SHUT_RDWR)
         found: list[list[int]] = self._result.recv()
         self._process.join()
         return found

@@ -187,7 +187,7 @@ def room(
             backend_options = {"ebpf": {"cgroup": str(cgroup.path), "pinDirectory": str(pins / "kproxy")}}
         here = stack.enter_context(node(
             directory, mode, own_tables=own_tables, cgroup=cgroup, backend_options=backend_options,
-            **options))
+            section={}, **options))
         here.network.ip(
             "route add local 10.99.0.0/16 dev lo", "route add local 10.100.0.0/15 dev lo",
             f"neigh add {_NEIGHBOUR} lladdr 02:00:00:00:00:02 dev node0 nud permanent",

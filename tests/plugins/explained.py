@@ -61,6 +61,7 @@ class KnownPlans:
         self.node: NodeView = update.node
         self.plans = update.plans
         self.unserved: Mapping[ServicePortKey, str] = {}
+        self.pending: Mapping[ServicePortKey, ServicePlan | None] = {}
         self.now = 0.0
         self.addresses = frozenset(update.node.node_port_addresses)
         self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}

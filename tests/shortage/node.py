@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, started
 from tests.patience import PATIENCE
 
-ENDPOINT, PORT = "10.1.2.3", 8080
+ENDPOINT, ENDPOINT6, PORT = "10.1.2.3", "fd00:1::3", 8080
 Json = dict[str, Any]
 MODES = ("nftables", "iptables", "userspace")
 
@@ -26,7 +27,7 @@ class Node:
 
     def __init__(
         self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object],
-        backend_options: Mapping[str, object], own_tables: str,
+        section: Mapping[str, object], own_tables: str,
     ) -> None:
         self.network = network
         self.directory = directory
@@ -38,7 +39,7 @@ class Node:
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
         }  # fmt: skip
-        self._own_section = {"stateDirectory": str(directory / "state"), "backendOptions": backend_options}
+        self._own_section = {"stateDirectory": str(directory / "state"), **section}
         self.configure(own_tables)
 
     def configure(self, own_tables: str = "auto", mode: str = "") -> None:
@@ -51,6 +52,10 @@ class Node:
     def serve(self, number: int, node_port: int = 0) -> None:
         """Write a Service, which `vip` names, and its endpoint."""
         self.put(f"web-{number}", _objects(number, node_port))
+
+    def serve6(self, number: int) -> None:
+        """Write an IPv6 Service, which `vip6` names, and its endpoint."""
+        self.put(f"six-{number}", _objects(number, name="six", address=vip6(number), endpoint=ENDPOINT6))
 
     def delete(self, number: int) -> None:
         """Delete a Service that `serve` wrote."""
@@ -131,40 +136,51 @@ def vip(number: int) -> str:
     return f"10.96.{number // 250}.{1 + number % 250}"
 
 
-def _objects(number: int, node_port: int = 0) -> list[Json]:
-    """Return a Service, and its endpoint."""
-    spec: Json = {"clusterIP": vip(number), "ports": [{"port": 80}]}
+def vip6(number: int) -> str:
+    return f"fd00:96::{number:x}"
+
+
+def _objects(
+    number: int, node_port: int = 0, *, name: str = "web", address: str = "", endpoint: str = ENDPOINT
+) -> list[Json]:
+    """Return a Service, and its endpoint. *address* "": that of `vip`."""
+    spec: Json = {"clusterIP": address or vip(number), "ports": [{"port": 80}]}
     if node_port:
         spec |= {"type": "NodePort", "ports": [{"port": 80, "nodePort": node_port}]}
-    meta: Json = {"name": f"web-{number}", "namespace": "shop"}
+    meta: Json = {"name": f"{name}-{number}", "namespace": "shop"}
     return [
         {"apiVersion": "v1", "kind": "Service", "spec": spec, "metadata": meta},
-        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+         "addressType": "IPv6" if ":" in endpoint else "IPv4",
          "metadata": meta | {"labels": {"kubernetes.io/service-name": meta["name"]}},
-         "endpoints": [{"addresses": [ENDPOINT]}], "ports": [{"port": PORT}]},
+         "endpoints": [{"addresses": [endpoint]}], "ports": [{"port": PORT}]},
     ]  # fmt: skip
 
 
 @contextmanager
 def node(
     directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, own_tables: str = "auto",
-    cgroup: NodeCgroup | None = None, **options: object,
+    section: Mapping[str, object] = {}, cgroup: NodeCgroup | None = None, **options: object,
 ) -> Iterator[Node]:
-    """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes.
+    """A node with an uplink, routes for VIPs, and an endpoint in each family that greets and echoes.
 
     Its sockets, except those of kproxy, are in *cgroup*.
     """
     with ExitStack() as stack:
         network = stack.enter_context(namespace(cgroup))
         network.ip(
-            f"address add {ENDPOINT}/32 dev lo",
+            f"address add {ENDPOINT}/32 dev lo", f"address add {ENDPOINT6}/128 dev lo nodad",
             "link add node0 type veth peer name lan0", "link set node0 up", "link set lan0 up",
             "address add 192.0.2.1/24 dev node0", "route add default via 192.0.2.254",
+            "address add 2001:db8::1/64 dev node0 nodad", "route add ::/0 via 2001:db8::fe dev node0",
         )  # fmt: skip
-        listener = network.inside(lambda: socket.create_server((ENDPOINT, PORT), backlog=1024))
-        stack.callback(listener.close)
-        threading.Thread(target=_greet, args=[listener], daemon=True).start()
-        yield Node(network, directory, mode, options, backend_options, own_tables)
+        for family, address in ((socket.AF_INET, ENDPOINT), (socket.AF_INET6, ENDPOINT6)):
+            listener = network.inside(
+                partial(socket.create_server, (address, PORT), family=family, backlog=1024))
+            stack.callback(listener.close)
+            threading.Thread(target=_greet, args=[listener], daemon=True).start()
+        yield Node(
+            network, directory, mode, options, {"backendOptions": backend_options, **section}, own_tables)
 
 
 def _greet(listener: socket.socket) -> None:

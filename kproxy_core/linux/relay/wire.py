@@ -16,27 +16,57 @@ _AT_ONCE = 1 << 16
 _KINDS: tuple[type[Command], ...] = (Serve, Close, ReportCounts, Recall, ReportConnected, Reset)
 
 
-def send(sock: socket.socket, messages: Iterable[tuple[Any, ...]]) -> None:
-    """Send one message. Raises OSError."""
-    data = marshal.dumps([tuple(each) for each in messages])  # It accepts no subclass of tuple.
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+class Channel:
+    """One end of the socket between the proxy and a worker. Never waits for the other end."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._unsent = bytearray()
+        self._received = bytearray()
 
-def receive(sock: socket.socket) -> list[Any]:
-    """Wait for one message. Raises OSError, which is a TimeoutError if the socket has a timeout."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    values: list[Any] = marshal.loads(_exactly(sock, length))
-    return values
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
+    @property
+    def has_unsent(self) -> bool:
+        """The socket's buffer is full. `flush` once there is room."""
+        return bool(self._unsent)
 
-def _exactly(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        part = sock.recv(min(_AT_ONCE, size - len(data)))
-        if not part:
+    def send(self, message: Iterable[tuple[Any, ...]]) -> None:
+        """Send one message, or as much as there is room for. Raises OSError."""
+        data = marshal.dumps([tuple(each) for each in message])  # It accepts no subclass of tuple.
+        self._unsent += _LENGTH.pack(len(data)) + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what `send` has left. Raises OSError."""
+        try:
+            while self._unsent:
+                del self._unsent[:self._sock.send(memoryview(self._unsent)[:_AT_ONCE].tobytes())]
+        except BlockingIOError:
+            return
+
+    def receive(self) -> list[list[Any]]:
+        """Return the messages that have arrived. Raises OSError, also if the other end is closed."""
+        try:
+            data = self._sock.recv(_AT_ONCE)
+        except BlockingIOError:
+            return []
+        if not data:
             raise ConnectionError("the connection was closed")
-        data += part
-    return data
+        self._received += data
+        found: list[list[Any]] = []
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            found.append(marshal.loads(self._received[_LENGTH.size:end]))
+            del self._received[:end]
+        return found
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 def encoded(commands: Iterable[Command]) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from kproxy_core.linux.relay import orders, wire
 from kproxy_core.linux.relay.balancer import Balancer, Clients
 from kproxy_core.linux.relay.counts import Counts, FrontendCounts, Tally, open_counts
-from kproxy_core.linux.relay.events import READ, Events
+from kproxy_core.linux.relay.events import READ, WRITE, Events
 from kproxy_core.linux.relay.orders import Endpoint, WorkerSettings
 from kproxy_core.linux.relay.relays import (
     Connection,
@@ -70,7 +70,7 @@ class RelayWorker:
     """
 
     def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
-        self._control = control
+        self._control = wire.Channel(control)
         self._settings = settings
         self._events = Events()
         half_closed = HalfClosed(self._events, settings.half_closed)
@@ -93,21 +93,31 @@ class RelayWorker:
                 receiver.reset()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Obey the commands of one message, and answer it."""
+        """Obey the commands of the messages that have arrived, and answer each message."""
         try:
-            commands = wire.as_commands(wire.receive(self._control))
+            if mask & WRITE:
+                self._flush()
+            messages = self._control.receive()
         except OSError:
             self._events.stopped = True
             return
-        answer = [each for command in commands for each in self._obey(command)]
-        # Sockets are closed after the current events, and the answer must not be earlier.
-        self._events.timeouts(0.0).call(partial(self._send, answer))
+        for message in messages:
+            answer = [each for command in wire.as_commands(message) for each in self._obey(command)]
+            # Sockets are closed after the current events, and the answer must not be earlier.
+            self._events.timeouts(0.0).call(partial(self._send, answer))
 
     def _send(self, answer: list[tuple[Any, ...]]) -> None:
         try:
-            wire.send(self._control, answer)
+            self._control.send(answer)
+            if self._control.has_unsent:  # Relays do not wait for a proxy that does not read.
+                self._events.epoll.modify(self._control.fileno(), READ | WRITE)
         except OSError:
             self._events.stopped = True
+
+    def _flush(self) -> None:
+        self._control.flush()
+        if not self._control.has_unsent:
+            self._events.epoll.modify(self._control.fileno(), READ)
 
     def _obey(self, command: orders.Command) -> Iterable[tuple[Any, ...]]:
         """Return the answer to one command: the requested values, or a failed relay with the reason."""

@@ -60,6 +60,7 @@ class Known:
     problem: str = ""
     """Of relays."""
     unserved: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    pending: Mapping[ServicePortKey, ServicePlan | None] = field(default_factory=dict)
     loopback: Address | None = None
     """The address of loopback where the mode serves node ports."""
 

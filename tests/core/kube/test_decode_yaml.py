@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.kube import yaml as yaml_documents
-from kproxy_core.kube.yaml import MAX_ALIASED, MAX_DEPTH, NotYaml
+from kproxy_core.kube.yaml import MAX_ALIASED, MAX_DEPTH, NotYaml, Unfinished
 
 
 def documents(data: bytes) -> list[Any]:
-    return list(yaml_documents.documents(data))
+    return [value for value in yaml_documents.documents(data) if value is not Unfinished]
 
 
 @pytest.mark.parametrize(("text", "value"), [

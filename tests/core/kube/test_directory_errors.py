@@ -1,6 +1,5 @@
 """Manifests that can't be read for a moment are read later, and no object is lost."""
 
-import logging
 import os
 import resource
 from collections.abc import Iterator
@@ -16,22 +15,6 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.files import Inotify
 from tests.core.directory_rig import NODE, followed, service, serving, text
 from tests.patience import PATIENCE
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[str]]:
-    """The messages of the sources, as they are logged."""
-    messages: SimpleQueue[str] = SimpleQueue()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.put(record.getMessage())
-
-    caplog.set_level(logging.INFO, "kproxy.sources")
-    handler = Handler()
-    directory.log.addHandler(handler)
-    yield messages
-    directory.log.removeHandler(handler)
 
 
 @contextmanager
@@ -160,3 +143,22 @@ def test_a_manifest_that_was_corrected_is_logged(tmp_path: Path, said: SimpleQue
         state.wait(serving(web=81))
     while not said.empty():
         assert said.get() != "manifest was corrected, all of it is used"
+
+
+def test_a_large_manifest_that_is_read_later_is_waited_for(
+    tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "web.yaml").write_text(text(service("web")) + "#" * directory._LARGE + "\n")
+    opened, failures = directory._open, [24]
+
+    def fail_once(path: str, flags: int) -> int:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files", path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(directory, "_open", fail_once)
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {"web": 80}
+        wait_for(said, "all manifests can be read again")
+    assert state.complaints == []

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from kproxy_conformance.builders import service_name
 from kproxy_conformance.network.patience import patience
 from kproxy_conformance.open_files import open_files
+from kproxy_core.kube import directory
 from kproxy_core.kube.directory import GRACE, DirectorySource
 from kproxy_core.model.events import Complete, ServiceGone
 from tests.core.directory_rig import State, followed, service, serving, text, wait_past_everything
@@ -366,3 +368,115 @@ def test_stopping_closes_every_descriptor(tmp_path: Path) -> None:
         with followed(tmp_path) as state:
             state.wait(lambda s: s.store.complete)
     assert not open_files(os.getpid()).items() - before.items()
+
+
+# --- files that are being written when the directory is first read
+
+
+def written_just_now(path: Path) -> None:
+    """Have the file look as if it was written a moment ago, however long the test takes."""
+    later = time.time() + 3600
+    os.utime(path, (later, later))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that waits for writers as long as the test may take."""
+    for name in ("_DOUBT", "_LONGEST_DOUBT"):
+        monkeypatch.setattr(directory, name, PATIENCE)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("name", "begun"), [("cut.yaml", ""), ("cut.yaml", "kind: Service\nspec: {ports: ["), ("cut.json", "{")])
+def test_nothing_is_complete_before_a_file_that_is_being_written(
+    tmp_path: Path, said: SimpleQueue[str], name: str, begun: str
+) -> None:
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    with open(tmp_path / name, "w") as file, followed(tmp_path) as state:
+        file.write(begun)
+        file.flush()
+        written_just_now(tmp_path / name)
+        state.wait(serving(web=80))
+        wait_past_everything(state, tmp_path)
+        assert not state.store.complete
+        file.seek(0)
+        file.write(json.dumps(service("cut")))
+        file.flush()
+        file.truncate()
+        file.close()
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {"web": 80, "cut": 80}
+        assert state.bad == []
+    assert [said.get() for _ in range(said.qsize())] == ["directory of manifests read"]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("objects", [1, 100])
+def test_no_look_misses_an_object_whose_file_is_written_all_the_time(tmp_path: Path, objects: int) -> None:
+    content = text(*(service(f"s{i}", ip=f"10.96.0.{i + 1}") for i in range(objects)))
+    (tmp_path / "web.yaml").write_text(content)
+    ended = threading.Event()
+
+    def rewrite() -> None:
+        while not ended.wait(0.002):
+            with open(tmp_path / "web.yaml", "w", buffering=1) as file:
+                file.writelines(content.splitlines(keepends=True))
+
+    thread = threading.Thread(target=rewrite)
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        thread.start()
+        try:
+            for _ in range(50):
+                with followed(tmp_path) as look:
+                    look.wait(lambda s: s.store.complete)
+                    assert len(look.services) == objects
+                    assert look.bad == []
+        finally:
+            ended.set()
+            thread.join()
+        assert not any(ever_gone(state, f"s{i}") for i in range(objects))
+        assert state.bad == []
+
+
+def test_a_file_that_is_written_endlessly_keeps_no_other_from_being_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_DOUBT", PATIENCE)
+    monkeypatch.setattr(directory, "_LONGEST_DOUBT", 0.1)
+    (tmp_path / "other.yaml").write_text(text(service("other")))
+    with open(tmp_path / "web.yaml", "w") as file:
+        written_just_now(tmp_path / "web.yaml")
+        with followed(tmp_path) as state:
+            state.wait(lambda s: s.store.complete)
+            assert state.services == {"other": 80}
+            assert state.complaints == ["file web.yaml: is being written, and is used once it is closed"]
+            file.write(text(service("web")))
+            file.close()
+            state.wait(serving(web=80, other=80))
+
+
+def test_a_file_that_was_left_broken_is_reported_before_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_DOUBT", 0.1)
+    monkeypatch.setattr(directory, "_LONGEST_DOUBT", PATIENCE)
+    (tmp_path / "empty.yaml").touch()
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert state.complaints == ["file empty.yaml: is empty"]
+
+
+def test_a_start_waits_for_no_file_that_is_whole_and_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GRACE", "_DOUBT", "_LONGEST_DOUBT"):
+        monkeypatch.setattr(directory, name, 2 * PATIENCE)
+    for name in ("web", "other"):
+        (tmp_path / f"{name}.yaml").write_text(text(service(name)))
+        os.utime(tmp_path / f"{name}.yaml", (1e9, 1e9))
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {"web": 80, "other": 80}

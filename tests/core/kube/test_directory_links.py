@@ -1,11 +1,11 @@
 """Symbolic links, mounted ConfigMaps, and a directory that appears, disappears and appears again."""
 
-import logging
 import os
-import queue
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -191,41 +191,18 @@ def test_a_config_map(manifests: Path) -> None:
 # --- the directory itself
 
 
-class Said(logging.Handler):
-    """The logged messages, and a way to wait for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.put(record.getMessage())
-
-
-@pytest.fixture
-def said() -> Iterator[Said]:
-    handler = Said()
-    log = logging.getLogger("kproxy.sources")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler
-    log.setLevel(level)
-    log.removeHandler(handler)
-
-
-def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: Said) -> None:
+def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: SimpleQueue[str]) -> None:
     problems: list[str] = []
     with followed(tmp_path / "a" / "b" / "manifests", report=problems.append) as state:
-        assert "is missing" in said.messages.get(timeout=PATIENCE)
+        assert "is missing" in said.get(timeout=PATIENCE)
         write(tmp_path / "a" / "other", service("other"))
         write(tmp_path / "a" / "b" / "other", service("other"))
         assert not state.store.complete
         write(tmp_path / "a" / "b" / "manifests" / "web.yaml", service("web"))
         state.wait(serving(web=80))
         state.wait(lambda s: s.store.complete)
-        assert said.messages.get(timeout=PATIENCE) == "directory of manifests read"
-    assert said.messages.empty()
+        assert said.get(timeout=PATIENCE) == "directory of manifests read"
+    assert said.empty()
     assert problems == [f"directory {shown(str(tmp_path / 'a/b/manifests'))} is missing, waiting for it", ""]
 
 
@@ -261,6 +238,20 @@ def test_a_directory_removed_and_made_again(state: State, manifests: Path) -> No
         shutil.rmtree(manifests)
     write(manifests / "other.yaml", OTHER)
     state.wait(serving(other=80))
+    assert state.bad == []
+
+
+def test_a_directory_replaced_before_the_notices_about_it_are_read(state: State, manifests: Path) -> None:
+    write(manifests / "web.yaml", service("web"))
+    state.wait(serving(web=80))
+    with state.holding_up():
+        write(manifests / "web.yaml", service("web", port=81))
+        time.sleep(0.2)  # The source waits to deliver this; else it has nothing to mix up.
+        shutil.rmtree(manifests)
+        write(manifests / "web.yaml", service("web", port=82))
+        just_now = time.time() + 3600
+        os.utime(manifests / "web.yaml", (just_now, just_now))
+    state.wait(serving(web=82))
     assert state.bad == []
 
 

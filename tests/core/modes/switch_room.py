@@ -68,6 +68,7 @@ class Mode:
     damaged: Damage | None = None
     during: Callable[[], object] = lambda: None
     """Called by each sync."""
+    during_detection: Callable[[], object] = lambda: None
 
     def entry(self) -> Any:
         return SimpleNamespace(group=ENTRY_POINTS, name=self.name, load=lambda: self, dist=None)
@@ -78,6 +79,7 @@ class Mode:
 
     @hookimpl
     def kproxy_detect(self) -> Detection:
+        self.during_detection()
         return Detection((Requirement("luck", self.usable, "some"),))
 
     @hookimpl

@@ -17,6 +17,7 @@ from kproxy_core.modes.journal import Entry, Phase, Reason
 from kproxy_core.modes.switch import SwitchFailed
 from kproxy_core.sync.node_facts import NodeSettings
 from tests.core.modes.switch_room import DNS, SELF, V4, Room, names
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -263,6 +264,28 @@ def test_a_failure_that_passes_is_no_reason_to_give_up(room: Room) -> None:
     room.new.problems = [SyncFailed("the lock is held"), None]
     room.to("new")
     assert names(room.new) == {"web"}
+
+
+def test_the_loop_does_not_wait_for_the_second_try(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = list[threading.Thread]()
+    monkeypatch.setattr("kproxy_core.modes.switch.time.sleep",
+                        lambda _: waiting.append(threading.current_thread()))
+    room.new.problems = [SyncFailed("the lock is held"), None]
+    room.to("new")
+    assert waiting == [threading.current_thread()]
+
+
+def test_changes_do_not_wait_for_the_trials_of_a_mode(room: Room) -> None:
+    has_changed = threading.Event()
+
+    def hang() -> None:
+        room.old.during = has_changed.set
+        room.rig.loop.emit([ServiceSet(DNS)])
+        assert has_changed.wait(PATIENCE)
+
+    room.new.during_detection = hang
+    room.to("new")
+    assert names(room.new) == {"web", "dns"}
 
 
 def test_if_the_old_mode_can_not_be_restored_nothing_is_removed(room: Room) -> None:

@@ -4,6 +4,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Literal
 
@@ -175,3 +177,30 @@ def test_another_verbosity_takes_effect_at_once() -> None:
     set_verbosity(0)
     log.debug("unheard again")
     assert [line.split(": ")[1] for line in stream.getvalue().splitlines()] == ["heard"]
+
+
+UNREAD = """
+import logging
+from kproxy_core.observe.logs import set_up
+set_up(0, "text")
+for number in range(20_000): logging.getLogger("kproxy.run").info("%0100d", number)
+print("all logged", flush=True)
+input()
+logging.getLogger("kproxy.run").info("the end")
+"""
+
+
+def test_nothing_waits_for_the_reader_of_standard_error_and_lost_lines_are_counted() -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", UNREAD]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "all logged\n"
+        read = [process.stderr.readline()]
+        while "were lost" not in read[-1]:
+            read.append(process.stderr.readline())
+        lost = int(read.pop().rpartition("lines=")[2])
+        assert lost > 0
+        assert [int(line.split()[-1]) for line in read] == list(range(20_000 - lost))
+        assert process.communicate("\n")[1].endswith("INFO run: the end\n")

@@ -1,6 +1,8 @@
 """The recorder reads one backend at a time, and counts each connection once across switches and failures."""
 
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend
+from tests.patience import PATIENCE
 
 V4 = Family.IPV4
 WEB = ServicePortKey("default", "web", "http", Protocol.TCP)
@@ -56,6 +59,32 @@ def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kproxy_core.observe.traffic.accounting_enabled", lambda: False)
     made.start()
     return made
+
+
+class HungDisk(StoredTotals):
+    """A file that is written only once `answers` is set."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.answers = threading.Event()
+        self.is_asked = threading.Event()
+
+    def write(self, content: bytes) -> None:
+        self.is_asked.set()
+        assert self.answers.wait(PATIENCE)
+        super().write(content)
+
+
+def test_no_sync_waits_for_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder(Instance("one", 3), tmp_path, monkeypatch).stop()
+    disk = HungDisk(str(tmp_path))
+    monkeypatch.setattr(f"{__name__}.StoredTotals", lambda _: disk)
+    made = recorder(Instance("two", 5), tmp_path, monkeypatch)  # It has to write, for counts of another mode.
+    assert disk.is_asked.wait(PATIENCE)
+    made.owners.before_move()
+    assert not disk.answers.is_set()
+    disk.answers.set()
+    made.stop()
 
 
 def forwarded(of: TrafficRecorder) -> int:
@@ -117,6 +146,10 @@ def test_a_process_that_is_killed_soon_after_a_start_in_another_mode_loses_nothi
     recorder(Instance("one", 3), tmp_path, monkeypatch).stop()
     other = Instance("two", 100)
     recorder(other, tmp_path, monkeypatch)
+    deadline = time.monotonic() + PATIENCE
+    while StoredTotals(str(tmp_path)).read(0.0).mode != "two":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     other.number = 102
     assert forwarded(recorder(other, tmp_path, monkeypatch)) == 5
 

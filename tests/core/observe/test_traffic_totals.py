@@ -271,7 +271,7 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
     to_one = NatBinding(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90")
     alive = {to_one: Volume(5, 6, 7, 8)}
-    StoredTotals(str(tmp_path / "state")).write(Stored("one", totals.of, list(counts), alive))
+    StoredTotals(str(tmp_path / "state")).write(Stored("one", totals.of, list(counts), alive).encoded())
     found = StoredTotals(str(tmp_path / "state")).read(1.0)
     assert found == Stored("one", totals.of, list(counts), alive)
     assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 11)
@@ -283,7 +283,7 @@ OF_ANOTHER_BOOT = msgspec.msgpack.encode(("another", Stored("one")))
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x90", b"\0", OF_ANOTHER_BOOT])
 def test_an_unusable_file_is_ignored(tmp_path: Path, content: bytes) -> None:
-    StoredTotals(str(tmp_path)).write(Stored("one"))
+    StoredTotals(str(tmp_path)).write(Stored("one").encoded())
     (written,) = tmp_path.iterdir()
     written.write_bytes(content)
     assert StoredTotals(str(tmp_path)).read(0.0) == Stored()
@@ -292,7 +292,7 @@ def test_an_unusable_file_is_ignored(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("make", ["link", "pipe"])
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
     stored = StoredTotals(str(tmp_path / "state"))
-    stored.write(Stored("one"))
+    stored.write(Stored("one").encoded())
     (written,) = (tmp_path / "state").iterdir()
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -303,7 +303,7 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
         else:
             os.mkfifo(path)
     assert stored.read(0.0) == Stored()
-    stored.write(Stored("two"))
+    stored.write(Stored("two").encoded())
     assert stored.read(0.0) == Stored("two", {}, [], {})
     assert victim.read_text() == "precious"
 

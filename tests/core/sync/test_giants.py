@@ -1,4 +1,4 @@
-"""Services with very many endpoints: they wait for others, never the other way round, and are bounded."""
+"""Services that take very much: they wait for others, never the other way round, and are bounded."""
 
 import logging
 
@@ -10,14 +10,16 @@ from kproxy_core.contract.values import Update
 from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice
 from kproxy_core.plan import budget
+from kproxy_core.plan.budget import OF_PORT
 from kproxy_core.sync import plans
+from kproxy_core.sync.isolation import UnservedServices
 from tests.core.loop_rig import V4, Rig
 
 
 @pytest.fixture(autouse=True)
 def small_giants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Service with four endpoints be a giant, and have six at most."""
-    monkeypatch.setattr(plans, "GIANT", 3)
+    monkeypatch.setattr(plans, "GIANT", OF_PORT + 4)
     monkeypatch.setattr(budget, "MOST_DESTINATIONS", 6)
 
 
@@ -86,20 +88,61 @@ def test_a_full_sync_has_giants_that_wait() -> None:
     assert len(next(p for p in rig.backend.held[V4].values() if p.key.name == "giant0").cluster) == 5
 
 
-def test_slices_beyond_the_limit_are_not_used_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_endpoints_beyond_the_limit_are_not_used_and_the_operator_is_told(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("kproxy").propagate = True
-    rig = rig_with_giants()
-    (key,) = (key for key in rig.backend.held[V4] if key.name == "giant0")
-    more = giant(last=3, name="giant0-b")
-    rig.loop.emit([SliceSet(more)])
+    events: list[str] = []
+    rig = Rig(families=[V4], observers=lambda _: [UnservedServices(
+        lambda name, text: events.append(f"{name}: {text}"))])
+    rig.start(ServiceSet(service("giant0")), SliceSet(giant()))
+    (key,) = rig.backend.held[V4]
+    rig.loop.emit([SliceSet(endpoint_slice("giant0", "10.1.0.1", "10.1.0.2", "10.1.0.3", name="giant0-b"))])
     rig.settle()
-    assert len(rig.backend.held[V4][key].cluster) == 4
-    assert [record.__dict__["fields"] for record in caplog.records] == [
-        {"service": "default/giant0", "limit": 6, "slices_not_used": 1}]
-    assert len(rig.loop.plans[V4].candidates(key)) == 4
+    assert len(rig.backend.held[V4][key].cluster) == 6, "three of each slice"
+    limit = "endpoints: at most 100,000 endpoints times ports, 400,000 times addresses"
+    assert [record.__dict__["fields"] for record in caplog.records] == [{
+        "ip_family": "IPv4", "service": "default/giant0", "left_out": limit}]
+    assert rig.health.problems() == [f"IPv4: beyond the limits: default/giant0: {limit}"]
+    assert rig.health.healthy()
+    assert events == [f"default/giant0: not served in full: {limit}"]
+    assert len(rig.loop.plans[V4].candidates(key)) == 6
     caplog.clear()
     rig.loop.emit([SliceSet(giant(last=1))])
     with caplog.at_level(logging.INFO, "kproxy.run"):
         rig.settle()
-    assert len(rig.backend.held[V4][key].cluster) == 3
-    assert "all endpoints are used again" in caplog.text
+    assert len(rig.backend.held[V4][key].cluster) == 4
+    assert "service is served in full again" in caplog.text
+    assert rig.health.problems() == []
+
+
+def test_services_that_find_no_room_on_the_node_are_served_once_there_is(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "ORDINARY", 20)
+    monkeypatch.setattr(budget, "MOST_OF_NODE", 3 * 1100)
+    monkeypatch.setattr(budget, "MOST_OF_NAMESPACE", 3 * 1100)
+    rig = Rig(families=[V4])
+    for number in range(5):
+        rig.say(ServiceSet(service(f"s{number}", ip=f"10.96.0.{number + 1}", hash_by="client")),
+                SliceSet(endpoint_slice(f"s{number}", "10.0.0.1", "10.0.0.2")))
+    rig.start()
+    rig.settle()
+
+    def hashed() -> set[str]:
+        return {key.name for key, plan in rig.backend.held[V4].items() if plan.hash_by}
+
+    assert hashed() == {"s0", "s1", "s2"}
+    assert rig.health.problems() == [
+        "IPv4: beyond the limits: default/s3: hash: at most 1,000,000 elements for all Services, 500,000 for "
+        "those of a namespace, and 1 more"]
+    rig.say(SliceSet(endpoint_slice("s1", "10.0.0.1", "10.0.0.3")))
+    rig.settle()
+    assert hashed() == {"s0", "s1", "s2"}
+    rig.say(ServiceGone(service_name("s0")))
+    rig.settle()
+    assert hashed() == {"s1", "s2", "s3"}
+    rig.say(ServiceSet(service("s1", ip="10.96.0.2")))
+    rig.settle()
+    assert hashed() == {"s2", "s3", "s4"}
+    assert rig.health.problems() == []

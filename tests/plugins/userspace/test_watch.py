@@ -44,6 +44,9 @@ class NoWorkers:
     def running(self) -> list[object]:
         return []
 
+    def check(self) -> bool:
+        return False
+
 
 class Events:
     """Comparisons and reports of damage, and the commits that cause them."""

@@ -10,7 +10,6 @@ import pytest
 
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.linux.relay import wire
 from kproxy_core.linux.relay.orders import Serve, WorkerSettings
 from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family
@@ -64,7 +63,7 @@ def test_an_order_fails_if_the_worker_exits(monkeypatch: pytest.MonkeyPatch, fir
             if first:  # after the pool has looked for exited workers
                 patch.setattr(pool, "_command", killing(worker, pool._command))
             else:
-                patch.setattr(wire, "send", killing(worker, wire.send))
+                patch.setattr(worker, "send", killing(worker, worker.send))
             with pytest.raises(HostError, match=f"relay worker {worker.process.pid} does not answer"):
                 pool.serve({1: order})
         assert pool.serve({1: order}) == {}
@@ -76,7 +75,7 @@ def test_a_worker_that_does_not_answer_a_question_is_reported(monkeypatch: pytes
         pool.serve({})
         (worker,) = pool.running()
         with monkeypatch.context() as patch:
-            patch.setattr(wire, "send", killing(worker, wire.send))
+            patch.setattr(worker, "send", killing(worker, worker.send))
             assert pool.report() == []
         with watching(pool) as (reports, all_reported):
             assert all_reported.wait(PATIENCE)
