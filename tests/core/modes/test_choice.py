@@ -54,13 +54,13 @@ def proxy_mode(node: Namespace) -> tuple[str, dict[str, str]]:
     return body, dict(line.split(": ", 1) for line in head.splitlines()[1:])
 
 
-def failed(node: Namespace, *arguments: str) -> str:
-    """Return kproxy's complaint at startup."""
+def failed(node: Namespace, *arguments: str, status: int = 1) -> str:
+    """Return kproxy's complaint at startup, which ends it with *status*."""
     done = subprocess.run(
         ["ip", "netns", "exec", node.name, KPROXY, *arguments],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stderr
 
 
@@ -275,7 +275,7 @@ def test_a_wrong_option_ends_a_start_instead_of_falling_back(
     command: tuple[str, ...], options: str, problem: str, node: Namespace, tmp_path: Path
 ) -> None:
     put(tmp_path, wanted=with_depth(source("wanted", fallback="second")), second=source("second"))
-    said = failed(node, *command, configured(tmp_path, options), "--hostname-override=node1")
+    said = failed(node, *command, configured(tmp_path, options), "--hostname-override=node1", status=2)
     assert problem in said
     assert "Traceback" not in said
 
@@ -292,7 +292,7 @@ def test_an_option_is_checked_only_if_its_mode_serves_and_has_named_its_options(
 def test_a_wrong_option_of_the_fallback_ends_a_start(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING),
         second=with_depth(source("second")))  # fmt: skip
-    said = failed(node, configured(tmp_path, "{second: {dept: 3}}"), "--hostname-override=node1")
+    said = failed(node, configured(tmp_path, "{second: {dept: 3}}"), "--hostname-override=node1", status=2)
     assert "kproxy.backendOptions.second.dept: 3: mode second has no such option" in said
 
 
@@ -301,7 +301,7 @@ def test_a_wrong_option_of_the_fallback_ends_a_start(node: Namespace, tmp_path: 
     (("--mode=ipvs", "--ipvs-scheduler=fastest"), "--ipvs-scheduler: 'fastest': must be one of rr, "),
 ])  # fmt: skip
 def test_a_wrong_flag_of_a_mode_is_named(flags: tuple[str, ...], problem: str, node: Namespace) -> None:
-    assert problem in failed(node, *flags, "--manifests=.", "--hostname-override=node1")
+    assert problem in failed(node, *flags, "--manifests=.", "--hostname-override=node1", status=2)
 
 
 IPVS_OFF = "--feature-gates=KubeProxyIPVS=false"
@@ -309,7 +309,7 @@ IPVS_OFF = "--feature-gates=KubeProxyIPVS=false"
 
 def test_a_mode_whose_gate_is_off_is_refused_and_never_switched_to(node: Namespace, tmp_path: Path) -> None:
     assert "--mode: 'ipvs': needs the feature gate KubeProxyIPVS" in failed(
-        node, *flags(tmp_path, "--mode=ipvs", IPVS_OFF))
+        node, *flags(tmp_path, "--mode=ipvs", IPVS_OFF), status=2)
     with running(node, *flags(tmp_path, "--mode=nftables", IPVS_OFF)) as proxy:
         proxy.await_health()
         for asked in (["switch", "ipvs"], ["switch", "--check", "ipvs"]):
