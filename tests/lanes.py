@@ -111,7 +111,6 @@ TEST = (
     *_parts("plugins", 2, "tests/plugins", *_without(*_NEIGHBOURS, _IDLE), *_NOT_IN_A_GUEST),
     *LINT,
     Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
-    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
     Lane("kit", ("tests/kit", f"--ignore={_INSTALLED}", *_NOT_IN_A_GUEST)),
     *_scenarios("nftables", "ipv4", "ipv6", parts=2),
     *_scenarios("iptables", "ipv4"),
@@ -121,7 +120,6 @@ TEST = (
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/nft_releases", "tests/conformance",
                   "tests/faults", *_NOT_IN_A_GUEST,
                   "-k", f"not ({_of_a_mode(*_MODES)})")),
-    Lane("fleet", ("tests/fleet",)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
 )  # fmt: skip
 """What a change may break; those that take longest come first."""
@@ -136,6 +134,8 @@ GATE = (
     Lane("harm", ("tests/harm",)),
     Lane("deploy", ("tests/deploy", _REPORT, *_NOT_IN_A_GUEST)),
     Lane("neighbours", _NEIGHBOURS),
+    Lane("fleet", ("tests/fleet",)),
+    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
     Lane("environments", ("tests/environments",)),
     Lane("kit", (_INSTALLED, *_NOT_IN_A_GUEST)),
     Lane("examples", ("tests/core", "tests/plugins", "-m", "hypothesis", "--hypothesis-profile=all"),

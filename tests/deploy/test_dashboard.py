@@ -25,7 +25,7 @@ CONFIGURATION = """
 global: {scrape_interval: 1s}
 scrape_configs: [{job_name: kproxy, static_configs: [{targets: ["127.0.0.1:10249"]}]}]
 """
-VARIABLES = {"$instance": ".*", "$namespace": ".*", "$__rate_interval": "5s"}
+VARIABLES = {"$instance": ".*", "$namespace": ".*", "$__rate_interval": "1m"}
 CHANGED = """
 apiVersion: discovery.k8s.io/v1
 kind: EndpointSlice
