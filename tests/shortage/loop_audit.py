@@ -35,8 +35,9 @@ def _may_wait(event: str, args: tuple[object, ...]) -> bool:
     if event == "subprocess.Popen":
         program = os.path.basename(os.fsdecode(args[0]))  # type: ignore[arg-type]
         return not program.startswith(_OF_SYNC) and "relay.worker" not in str(args[1])
-    if event == "socket.connect" and getattr(args[0], "type", None) == socket.SOCK_DGRAM:
-        return False  # It only chooses a route.
+    if event == "socket.connect" and isinstance(args[0], socket.socket):
+        # A datagram socket's only chooses a route, and one of netlink is connected to the kernel.
+        return args[0].type != socket.SOCK_DGRAM and args[0].family != socket.AF_NETLINK
     if event.startswith("os.") and args and str(args[0]).startswith(_OF_KERNEL):
         return False
     return event.startswith(_WAITS)
