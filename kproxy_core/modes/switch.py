@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from msgspec import Struct
@@ -347,7 +347,7 @@ class ModeSwitch:
 
         updates = loop.call(hold)
         for update in updates:
-            synced = self._sync(new, update)
+            synced = self._sync(new, update, must_be_whole=True)
             if synced.degraded:
                 raise ProofFailed(f"{new.mode}: {synced.degraded}")
             for key, problem in synced.unserved.items():
@@ -376,13 +376,17 @@ class ModeSwitch:
         self._settle(old.mode, self.reason)
         log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
-    def _sync(self, instance: BackendInstance, update: Update) -> SyncReport:
-        """Sync, and retry a failure: another process may hold a lock. Raises SyncFailed."""
+    def _sync(self, instance: BackendInstance, update: Update, *, must_be_whole: bool = False) -> SyncReport:
+        """Sync, and retry a failure: another process may hold a lock, or be late. Raises SyncFailed.
+
+        *must_be_whole*: to serve less than everything is a failure, too.
+        """
         for _ in range(_TRIES - 1):
-            try:
-                return self._loop.call(partial(instance.sync, update))
-            except SyncFailed:
-                time.sleep(self._pause)  # Not on the loop's thread, which answers requests meanwhile.
+            with suppress(SyncFailed):
+                report = self._loop.call(partial(instance.sync, update))
+                if not must_be_whole or not (report.degraded or report.unserved):
+                    return report
+            time.sleep(self._pause)  # Not on the loop's thread, which answers requests meanwhile.
         return self._loop.call(partial(instance.sync, update))
 
     def _settle(self, mode: str, reason: Reason) -> None:

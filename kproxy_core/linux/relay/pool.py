@@ -27,7 +27,7 @@ HANG_SECONDS = 10.0
 PATIENCE = 1.0
 """Silence in seconds after which a worker is late: nothing waits for it until it has answered."""
 _START_PATIENCE = 5.0
-"""The same for workers that start, while no other one serves."""
+"""The same while no worker serves anything, so that nothing else waits."""
 _LOOK_SECONDS = 0.25
 """Interval in seconds between two looks at workers that are waited for."""
 _LONGEST_LOOK = 2.0
@@ -70,7 +70,6 @@ class Worker:
         """Answers to `orders.ReportCounts` that no report contains yet."""
         self.silence = 0.0
         """Seconds since the last answer, or since the first message after it."""
-        self.is_starting = True
         self.is_behind = True
         """It may lack orders: it has just been started, or was late."""
         self.exit_reported = False
@@ -94,7 +93,7 @@ class Worker:
         self._looked = now
         self.control.flush()
         for answer in self.control.receive():
-            self.silence, self.is_starting = 0.0, False
+            self.silence = 0.0
             self._take(self.unanswered.popleft(), answer)
 
     def _take(self, commands: Sequence[Command], answer: list[Any]) -> None:
@@ -349,10 +348,8 @@ class WorkerPool:
                 log.info("relay worker answers again", extra={"fields": fields})
 
     def _is_late(self, worker: Worker) -> bool:
-        patience = self._patience
-        if worker.is_starting and all(each.is_starting for each in self._running()):
-            patience = max(patience, _START_PATIENCE)
-        return worker.silence >= patience
+        serves = any(each.served for each in self._running())
+        return worker.silence >= (self._patience if serves else max(self._patience, _START_PATIENCE))
 
     def _is_pending(self, relay: int) -> bool:
         """Return whether no worker that answers serves *relay* as ordered."""
