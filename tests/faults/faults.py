@@ -46,7 +46,7 @@ FAULTS = (
     Fault("resets-in-the-forward-hook", "kproxy_core/linux/resets.py",
           'Hook("filter", hook, _PRIORITY)',
           'Hook("filter", hook.replace("prerouting", "forward"), _PRIORITY)',
-          (_scenario("removed-endpoints-reset"),)),
+          (_scenario("removed-endpoints-reset-behind-a-bridge"),)),
     Fault("constants-in-one-attribute", "kproxy_core/linux/nft_tables.py",
           "for part in fitting(encoded):", "for part in (slice(None),):",
           ("tests/plugins/nftables/test_large_objects.py::test_any_number_of_service_networks",)),
