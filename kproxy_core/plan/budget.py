@@ -6,7 +6,7 @@ endpoints, slots and source ranges. Beyond the limits, a part of it is not serve
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import gcd, isqrt
 from typing import NamedTuple
 
@@ -94,7 +94,11 @@ def fit(
 ) -> Fit:
     """Return the part of a Service with *slices* that fits into *budget*."""
     ports = max(1, len(service.ports))
-    of_port = max((_count(port.addresses, family) for port in service.ports), default=0)
+    has_node_port, of_port = False, 0
+    for port in service.ports:
+        has_node_port = has_node_port or port.node_port > 0
+        if port.addresses:
+            of_port = max(of_port, _count(port.addresses, family))
     balancers = _count(service.load_balancer_ips, family) or of_port
     external = balancers + _count(service.external_ips, family)
     ranges = sum(each.family is family for each in service.source_ranges) if balancers else 0
@@ -109,29 +113,29 @@ def fit(
             ranges = len(outermost(each for each in service.source_ranges if each.family is family))
         most_ranges = min(ranges, most_ranges)
     most_external = min(most_external, most_balancers + external - balancers)
-    frontends = max(1, most_external + (service.cluster_ip(family) is not None) + any(
-        port.node_port for port in service.ports))
+    frontends = max(1, most_external + (service.cluster_ip(family) is not None) + has_node_port)
     destinations = count_destinations(slices)
     most_destinations = min(MOST_DESTINATIONS, max(ports, budget.elements // frontends))
     lists = 2 if service.external_policy_local or service.internal_policy_local else 1
     slots = budget.slots // (frontends * ports * lists)
-    left_out = {
-        "addresses": most_external < external,
-        "source ranges": most_ranges < ranges,
-        "endpoints": most_destinations < destinations,
-    }
+    left_out: list[str] = []
+    if most_external < external:
+        left_out.append("addresses")
+    if most_ranges < ranges:
+        left_out.append("source ranges")
+    if most_destinations < destinations:
+        left_out.append("endpoints")
     elements = ports * OF_PORT + frontends * (
         ports * (1 + lists * _count_slots(service, slices, slots))
         + lists * min(destinations, most_destinations))
     if ranges:
         elements += OF_RANGE * ports * most_balancers * (most_ranges + most_balancers)
     return Fit(
-        most_balancers, most_external, most_ranges, most_destinations, slots, elements,
-        tuple(what for what, is_left_out in left_out.items() if is_left_out))
+        most_balancers, most_external, most_ranges, most_destinations, slots, elements, tuple(left_out))
 
 
-def _count(addresses: Iterable[Address], family: Family) -> int:
-    return sum(len(each) == family.size for each in addresses)
+def _count(addresses: Collection[Address], family: Family) -> int:
+    return sum(len(each) == family.size for each in addresses) if addresses else 0
 
 
 def _count_slots(service: Service, slices: Mapping[str, EndpointSlice] | None, most: int) -> int:
@@ -143,6 +147,8 @@ def _count_slots(service: Service, slices: Mapping[str, EndpointSlice] | None, m
         size = count_hash_slots(min(endpoints, MOST_DESTINATIONS))
         if size <= most:
             return size
+    elif len(slices) == 1:
+        return 0  # All endpoints of a slice have the same weight.
     given = [(DEFAULT_WEIGHT if piece.weight is None else piece.weight, len(piece.endpoints))
              for piece in slices.values() if piece.endpoints]
     if len({weight for weight, _ in given if weight}) < 2:
@@ -205,10 +211,12 @@ class NodeBudget:
                 and self._of_namespace[name.namespace] + more <= MOST_OF_NAMESPACE)
 
     def _take(self, name: ServiceName, extra: int) -> None:
-        before = self._taken.pop(name, 0)
-        if extra:
-            self._taken[name] = extra
+        before = self._taken.get(name, 0)
         if extra != before:
+            if extra:
+                self._taken[name] = extra
+            else:
+                del self._taken[name]
             self._total += extra - before
             self._of_namespace[name.namespace] += extra - before
             if not self._of_namespace[name.namespace]:
