@@ -16,12 +16,10 @@ from kproxy_iptables.batch import References, Section
 from kproxy_iptables.names import FILTER, NAT
 from kproxy_iptables.skeleton import ALL_JUMPS, BLOCK_LOCALNET, Facts, skeleton
 from kproxy_iptables.wanted import DispatchRule, Style, Wanted, make_style, wanted
-from kproxy_xtables.rules import ChainKey, append_commands, has_rule, missing_jumps
+from kproxy_xtables.rules import MANY_DELETIONS, ChainKey, append_commands, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
-_MANY = 100
-"""Deletions from one chain beyond which it is replaced: iptables compares each with all rules before it."""
 _CHAINS = "chains of service ports"
 """Key beside the tables in counts of rules."""
 
@@ -106,7 +104,7 @@ class Applied:
             growth.subtract(_count(before))
         references = References(stale=[name for name in stale if name not in chains])
         deletions = Counter((table, chain) for table, chain, _ in removed)
-        rewritten = {chain for chain, number in deletions.items() if number > _MANY}
+        rewritten = {chain for chain, number in deletions.items() if number > MANY_DELETIONS}
         for table, chain, spec in removed:
             if (table, chain) not in rewritten:
                 section = references.late if table == FILTER else references.sections[NAT]

@@ -21,14 +21,12 @@ from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import Redirect, RelayName, Wanted, wanted
+from kproxy_xtables.rules import MANY_DELETIONS
 
 log = logging.getLogger("kproxy.userspace")
 
 GRACE_SECONDS = 5.0
 """Seconds after the deletion of a portal in which conntrack may lack clients that its rule matched."""
-
-_MANY = 100
-"""Deletions beyond which all portals are replaced: iptables compares each with all rules before it."""
 
 _numbers = itertools.count(1)
 
@@ -264,7 +262,7 @@ class FamilyState:
         deletes, adds = self._applied.difference(portals)
         if deletes or adds:
             try:
-                if len(deletes) > _MANY:
+                if len(deletes) > MANY_DELETIONS:
                     self._portals.rewrite(self._applied.portals_after(portals))
                 else:
                     self._portals.change(deletes, adds)

@@ -15,6 +15,9 @@ RulesByChain = Mapping[ChainKey, Sequence[str]]
 
 BUILT_IN_CHAINS = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})
 
+MANY_DELETIONS = 100
+"""Deletions from one chain beyond which it is replaced: iptables compares each with all rules before it."""
+
 NEW_CONNECTIONS = "-m conntrack --ctstate NEW"
 TO_THIS_NODE = "-m addrtype --dst-type LOCAL"
 REJECT = {

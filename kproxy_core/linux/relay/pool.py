@@ -79,6 +79,11 @@ class Worker:
         """True until the process exits or `hang_up` is called."""
         return self.control.fileno() >= 0 and self.process.poll() is None
 
+    @property
+    def complaint(self) -> str:
+        """What to say of a worker that is late or has exited, for people."""
+        return f"relay worker {self.process.pid} does not answer"
+
     def send(self, commands: Sequence[Command]) -> None:
         """Send one message, or as much as there is room for. Raises OSError."""
         if not self.unanswered:
@@ -183,7 +188,7 @@ class WorkerPool:
             late = [worker for worker in self._workers if worker.unanswered]
             for worker in self._workers:
                 worker.is_behind = worker in late
-            self.problem = f"relay worker {late[0].process.pid} does not answer" if late else ""
+            self.problem = late[0].complaint if late else ""
             failures = {
                 order.relay: reason for worker, sent in given.items() for order in sent
                 if (reason := worker.failed.get(order.relay))}
@@ -285,7 +290,7 @@ class WorkerPool:
         """Raise HostError if a worker is late."""
         for worker in self._running():
             if worker.unanswered:
-                raise HostError(f"relay worker {worker.process.pid} does not answer")
+                raise HostError(worker.complaint)
 
     def _ask(self, questions: Sequence[orders.Question]) -> list[Any]:
         """Return the answers of all running workers that are not late, but for counts."""
@@ -305,7 +310,7 @@ class WorkerPool:
         self._await(given)
         for worker, sent in given.items():
             if sent and not worker.is_running:
-                raise HostError(f"relay worker {worker.process.pid} does not answer")
+                raise HostError(worker.complaint)
 
     def _send(self, messages: Mapping[Worker, Iterable[Sequence[Command]]]) -> None:
         for worker, of_worker in messages.items():

@@ -63,7 +63,7 @@ def test_any_sequence_of_changes_ends_in_the_rules_of_a_restart(
     live.resync(node, {})
     for changed, plans in play(steps, family):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(applied, "_MANY", many)
+            patch.setattr(applied, "MANY_DELETIONS", many)
             live.change(node, changed)
         assert family_state(interface, family).resync(node, plans).operations == 0
     final = normalised(run(interface, "save", family=family).splitlines())
