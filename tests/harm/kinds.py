@@ -133,8 +133,8 @@ def _flaps(room: Room, _: Proxy) -> Iterator[None]:
 
 
 OBJECTS = (
-    Kind("20,000 ports",
-         _objects(lambda: _many_services(20)), answers=("10.96.200.20", 1000), modes=_RULES),
+    Kind("100,000 ports",
+         _objects(lambda: _many_services(100)), answers=("10.96.200.100", 1000), modes=_RULES),
     Kind("1,000 ports at 15 external IPs, with a hash",
          _objects(lambda: service("hostile", HOSTILE, _PODS, _PORTS,
                                   annotations={"kproxy.dev/hash": "client"},
