@@ -16,11 +16,11 @@ from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import list_chain
-from kproxy_core.linux.listed_filters import ListedFilters
-from kproxy_core.linux.messages import NETLINK_NETFILTER
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_filters import Drop, drops
 from kproxy_core.linux.node_state import NodeState, read_node_state
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.interpret import Drop, drops
+from kproxy_core.nft.listing import ListedFilters
 
 Found = Mapping[str, Any]
 

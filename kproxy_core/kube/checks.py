@@ -24,10 +24,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kproxy_core.kube.verdicts import Verdict, left_out, patience
-from kproxy_core.linux.netlink import PollThread
 from kproxy_core.model.address import Family, family_of, format_address, format_socket
 from kproxy_core.model.events import Complete, Emit, Event, SliceGone, SliceSet, Source
 from kproxy_core.model.service import Check, Destination, EndpointSlice, ServiceName, SliceName
+from kproxy_core.netlink.sockets import PollThread
 
 log = logging.getLogger("kproxy.checks")
 

@@ -24,7 +24,6 @@ from kproxy_core.kube.yaml import NotYaml, Unfinished, documents
 from kproxy_core.linux import files
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.files import DirectoryChanges, DirectoryWatch, is_manifest
-from kproxy_core.linux.netlink import PollThread
 from kproxy_core.model.events import (
     BadObject,
     Complete,
@@ -38,6 +37,7 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.service import EndpointSlice, ServiceName, SliceName
 from kproxy_core.model.timing import Backoff
+from kproxy_core.netlink.sockets import PollThread
 
 log = logging.getLogger("kproxy.sources")
 

@@ -29,8 +29,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kproxy_core.contract.values import Measurement, Scope
-from kproxy_core.linux.netlink import failures
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.sockets import failures
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.resets import ResetResult
 
