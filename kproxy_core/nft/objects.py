@@ -123,6 +123,10 @@ class Table(NamedTuple):
         return self._command(
             f"add table {self.where}{shown}", _NEWTABLE, *_encoded(self.attributes()), flags=NLM_F_CREATE)
 
+    def wake(self) -> Command:
+        """Put the rules of a dormant table into effect. The table must exist."""
+        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: _u32(0)}))
+
     def delete(self) -> Command:
         """Delete the table, which must exist."""
         return self._command(f"delete table {self.where}", _DELTABLE)

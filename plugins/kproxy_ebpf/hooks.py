@@ -7,14 +7,14 @@ from kproxy_core.contract import (
     BackendSettings,
     Caveat,
     Description,
+    Destination,
     Detection,
     Leftovers,
+    Protocol,
     Trial,
     Update,
     hookimpl,
 )
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import Destination
 from kproxy_ebpf.names import MODE
 
 

@@ -8,13 +8,13 @@ from kproxy_core.contract import (
     Caveat,
     Description,
     Detection,
+    HostError,
     Leftovers,
     SyncFailed,
     Trial,
     Update,
     hookimpl,
 )
-from kproxy_core.linux.errors import HostError
 
 
 @hookimpl

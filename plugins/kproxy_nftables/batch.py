@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Family
 from kproxy_core.netlink.messages import (
     NLA_F_NESTED,
     NLM_F_CREATE,

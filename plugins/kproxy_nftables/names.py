@@ -10,9 +10,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.hashing import HashBy
+from kproxy_core.contract import HashBy, Protocol, ServicePortKey
 
 TABLE = "kproxy"
 

@@ -3,8 +3,16 @@
 import sys
 from collections.abc import Iterable
 
-from kproxy_core.contract import Preview, SyncFailed, TrustLost, Update
-from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.contract import (
+    Address,
+    Family,
+    Preview,
+    Protocol,
+    SyncFailed,
+    TrustLost,
+    Update,
+    format_address,
+)
 from kproxy_core.nft.messages import commands_text
 from kproxy_core.nft.transaction import (
     Replacement,

@@ -7,10 +7,7 @@ bytes, addresses and ports big-endian, the index in host order. A verdict is tex
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Address, Destination, NodeView, Protocol, ServicePlan
 from kproxy_nftables import names
 
 Value = bytes | str | None
