@@ -23,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",

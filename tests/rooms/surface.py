@@ -120,6 +120,8 @@ class Tree:
         """Return every public name with its module, and every hook."""
         found = {f"{module}.{name}": self.thing(module, name)
                  for module, names in self.public.items() for name in names}
+        if (version := f"{CONTRACT}.CONTRACT") in found:
+            found[version] = Thing("value")  # It rises with what changes; see `verdict`.
         hooks = self.module(HOOKS)
         for node in hooks.tree.body if hooks is not None else ():
             if isinstance(node, ast.FunctionDef) and node.name.startswith("kproxy_"):
@@ -189,8 +191,9 @@ class Tree:
                     fields[name] = Parameter(name, "either", ast.unparse(of), default)
                 case ast.Assign(targets=targets, value=assigned):
                     text = ast.unparse(assigned) if is_enum else _shown(assigned)
-                    members |= {name: Thing("value", text) for name in _bound(targets)
-                                if name[0] != "_" and not (name in members and text == _COMPUTED)}
+                    for name in filter(lambda name: name[0] != "_", _bound(targets)):
+                        made = name in members and text == _COMPUTED  # of the method that it overrides
+                        members[name] = replace(members[name], must_have="") if made else Thing("value", text)
         kind = "enum" if is_enum else "class"
         return Thing(kind, "", tuple(fields.values()), names, members, must_have)
 

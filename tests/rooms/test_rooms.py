@@ -196,7 +196,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.sync.loop import Loop"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import kproxy_core.kube"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import pyroute2"),
-    (rules.plugins_know_the_contract, "kproxy_nftables.wanted", "from kproxy_core.model.node import NodeView"),
+    (rules.plugins_know_the_contract, "kproxy_nft.table", "from kproxy_core.model.node import NodeView"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.contract import calls"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.contract import *"),
     (rules.plugins_know_the_contract, "kproxy_nftables.kernel", "from kproxy_core.linux import files"),

@@ -91,7 +91,8 @@ def test_equal_trees_have_no_changes() -> None:
     moved = {**changed(VALUES, "NUMBER: Final = 3\n", "from kproxy_core.model.number import NUMBER\n"),
              "kproxy_core/model/number.py": "NUMBER: Final = 3\n"}
     hidden = changed(RUN, "_hidden() -> None", "_hidden(now: int) -> int")
-    for files in (FILES, moved, hidden):
+    raised = changed(VALUES, "(1, 2)", "(1, 3)")
+    for files in (FILES, moved, hidden, raised):
         found = changes(tree(FILES), tree(files))
         assert (found, verdict(tree(FILES), tree(files), found)[0]) == ([], 0)
 
