@@ -1,4 +1,7 @@
-"""The contract of backends: everything that the author of a plugin imports."""
+"""The contract of backends: hooks, class Backend, and the values that they exchange.
+
+`public` has the rest of what a plugin may import.
+"""
 
 from kproxy_core.contract.backend import Backend, LayeredBackend
 from kproxy_core.contract.errors import BackendError, InvalidOption, SyncFailed, TrustLost, Unsupported

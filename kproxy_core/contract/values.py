@@ -14,8 +14,8 @@ from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 CONTRACT = (1, 1)
-"""Major and minor version. A new minor may add fields, optional hook arguments and names to import (`public`);
-only a new major changes meanings."""
+"""Major and minor version. A new minor may add fields, optional hook arguments and names to import; only a
+new major changes meanings."""
 
 
 class Description(Struct, frozen=True):

@@ -350,7 +350,7 @@ def verdict(old: Tree, new: Tree, found: Sequence[Change]) -> tuple[int, str]:
     (major, minor), (now_major, now_minor) = old.version, new.version
     broken = sum(not change.is_compatible for change in found)
     if not found:
-        return 0, f"no change, contract {major}.{minor}"
+        return 0, f"no change, contract {now_major}.{now_minor}"
     if broken and now_major <= major:
         return 1, f"{broken} incompatible changes need contract {major + 1}.0; it is {now_major}.{now_minor}"
     is_raised = (now_major, now_minor) > (major, minor)
