@@ -312,7 +312,13 @@ _VERDICTS = 0xFFFFFF00
 
 
 def container_attributes(container: Container) -> Attributes:
-    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later."""
+    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later.
+
+    Raises ValueError if it is declared by fields and types: nft aborts when it lists such a map.
+    """
+    parts = [part for part in (*container.key, *container.value) if part != VERDICT]
+    if len({isinstance(part, Field) for part in parts}) > 1:
+        raise ValueError(f"{container.name} is declared by fields and types: nft knows one or the other")
     flags = (
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)
