@@ -1,6 +1,7 @@
 """The switch of many nodes: which move, which is next, when to stop, and what to do then. Pure."""
 
 import enum
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,15 +25,20 @@ class Condition(Struct, frozen=True, kw_only=True):
 def worse(before: Condition, after: Condition) -> tuple[str, ...]:
     """Return in what a node is worse *after* than *before*.
 
-    A frontend that failed before may fail after, and a node that had problems may have others.
+    A frontend that failed before may fail after, and a problem that there was may have other numbers.
     """
-    found = [] if before.problems else list(after.problems)
+    had = set(map(_without_numbers, before.problems))
+    found = [problem for problem in after.problems if _without_numbers(problem) not in had]
     if before.failures is not None and after.failures is None:
         found.append(after.unclear)
     known = before.failures or {}
     found += [f"{frontend}: {problem}" for frontend, problem in (after.failures or {}).items()
               if frontend not in known]  # fmt: skip
     return tuple(found)
+
+
+def _without_numbers(problem: str) -> str:
+    return re.sub(r"\d+", "", problem)
 
 
 def lasting(first: Condition, second: Condition) -> Condition:
