@@ -1,7 +1,6 @@
 """The switch of many nodes: which move, which is next, when to stop, and what to do then. Pure."""
 
 import enum
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,10 +24,10 @@ class Condition(Struct, frozen=True, kw_only=True):
 def worse(before: Condition, after: Condition) -> tuple[str, ...]:
     """Return in what a node is worse *after* than *before*.
 
-    A frontend that failed before may fail after, and a problem that there was may have other numbers.
+    A frontend that failed before may fail after, and what had a problem may have another one.
     """
-    had = set(map(_without_numbers, before.problems))
-    found = [problem for problem in after.problems if _without_numbers(problem) not in had]
+    had = set(map(_subject, before.problems))
+    found = [problem for problem in after.problems if _subject(problem) not in had]
     if before.failures is not None and after.failures is None:
         found.append(after.unclear)
     known = before.failures or {}
@@ -37,8 +36,9 @@ def worse(before: Condition, after: Condition) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _without_numbers(problem: str) -> str:
-    return re.sub(r"\d+", "", problem)
+def _subject(problem: str) -> str:
+    """Return what has a *problem*, such as ``IPv4`` or ``Service shop/web``."""
+    return problem.partition(":")[0]
 
 
 def lasting(first: Condition, second: Condition) -> Condition:
