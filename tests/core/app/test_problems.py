@@ -95,6 +95,8 @@ def test_an_object_that_is_not_served_as_it_says(
         status: dict[str, Any] = json.loads(done.stdout)
         assert (done.returncode, status["well"]) == (1, False)
         assert [each for each in status["problems"] if each.startswith(problem)]
+        doctor = json.loads(kproxy("doctor", "-o", "json", node=node).stdout)["findings"][0]
+        assert (doctor["check"], doctor["evidence"]) == ("proxy", problems(proxy))
         page = json.loads(proxy.get(METRICS, "/debug/kproxy/status.json")[1])
         assert (page["healthy"], page["well"]) == (True, False)
         (tmp_path / file).unlink()
