@@ -644,7 +644,8 @@ def _selectors(node_name: str) -> tuple[tuple[Resource[Any, Any], dict[str, str]
     """Return the resources to follow, each with its labelSelector and fieldSelector."""
     return (
         # The largest first: the server works on it while we start the others.
-        (ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless"}),
+        # Slices may belong to no Service (KEP-6116): kube-proxy 1.36 asks for them, and does not use them.
+        (ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless,kubernetes.io/service-name"}),
         (SERVICES, {"labelSelector": "!service.kubernetes.io/service-proxy-name",
                     "fieldSelector": "spec.clusterIP!=None"}),
         (NODES, {"fieldSelector": f"metadata.name={node_name}"}),
