@@ -1,6 +1,7 @@
 """The example backends, as readers install and test them."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_backend_for_nf_tables_keeps_the_contract_and_forwards(tmp_path: Path) -
     source = page.partition("runs this block as kproxy_maps.py -->\n```python\n")[2].partition("```")[0]
     (tmp_path / "kproxy_maps.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (command,) = (line for line in page.splitlines() if line.startswith("pytest --kproxy-plugin=kproxy_maps "))
+    (command,) = re.findall(r"^pytest --kproxy-plugin=kproxy_maps .*", page, re.MULTILINE)
     _, *arguments, selected = shlex.split(command)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *arguments,
