@@ -256,6 +256,7 @@ class FamilySync:
             unserved = {**report.unserved, **self._isolation.unserved, **self.plans.unplanned}
             problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded, exceeded)))
             self._degraded = report.degraded
+            self.plans.postpone_unfinished(report.unfinished)
             steps = self.plans.acknowledge(unserved)
             self.is_synced = self.is_synced or self._isolation.trial is None
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)

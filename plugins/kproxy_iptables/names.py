@@ -28,6 +28,8 @@ SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-XLB-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL
 `GROUPED` also to groups of their own kind. Up to 1.23, kube-proxy had ``KUBE-XLB-`` instead of ``KUBE-EXT-``.
 """
 
+ENDPOINT_PREFIX = SERVICE_PREFIXES[-1]
+
 GROUPED = ("KUBE-SVC-", "KUBE-SVL-")
 """Prefixes of the chains that choose an endpoint."""
 
@@ -78,7 +80,7 @@ def service_chains(key: ServicePortKey) -> ServiceChains:
 
 
 def endpoint_chain(seed: str, where: str) -> str:
-    return f"KUBE-SEP-{_hash(seed + where)}"
+    return f"{ENDPOINT_PREFIX}{_hash(seed + where)}"
 
 
 def group_chain(chain: str, group: str) -> str:

@@ -156,7 +156,7 @@ OBJECTS = (
          answers=_SERVED, modes=(*_RULES, IPTABLES)),
     Kind("65,536 endpoints",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 65_536), [1])),
-         answers=_SERVED),
+         answers=_SERVED, modes=(*_RULES, USERSPACE)),
     Kind("1,000 source ranges at 1,000 ports",
          _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED),
     Kind("5,000 ServiceCIDRs",
