@@ -33,7 +33,8 @@ def run(script: str, directory: Path) -> str:
     binaries = Path(sys.executable).parent
     sandbox = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     done = subprocess.run(
-        [*sandbox, "bash", "-euc", f"mount -t tmpfs none /run\n{script}"], cwd=directory, timeout=_LONGEST, check=False,
+        [*sandbox, "bash", "-euc", f"mount -t tmpfs none /run\n{script}"],
+        cwd=directory, timeout=_LONGEST, check=False,
         env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": "site"},
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
@@ -43,7 +44,8 @@ def run(script: str, directory: Path) -> str:
 
 def test_a_backend_from_an_empty_directory(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PAGE.partition("```toml\n")[2].partition("```")[0])
-    backend, method = block("runs this block as kproxy_textfile.py"), block("this block to kproxy_textfile.py")
+    backend = block("runs this block as kproxy_textfile.py")
+    method = block("appends this block to kproxy_textfile.py")
     (tmp_path / "kproxy_textfile.py").write_text(f"{backend}\n{method}")
     install = "pip install --no-deps --editable .\n"
     tried = command(install).replace(
