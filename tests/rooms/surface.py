@@ -8,6 +8,7 @@ number of the contract rose. None of the compared code is imported.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ class Thing:
     members: Mapping[str, "Thing"] = field(default_factory=dict)
     """Methods, properties and values of a class; the members of an enum."""
     must_have: str = ""
-    """Methods that plugins implement: the ``abstract`` ones of a base class, ``all`` of a protocol, none."""
+    """Methods that an implementation needs: the ``abstract`` ones of a base class, ``all`` of a protocol."""
 
 
 class Tree:
@@ -132,7 +133,8 @@ class Tree:
         """Return the first sentence of the docstring of *module*, without its sources."""
         found = self.module(module)
         text = (ast.get_docstring(found.tree) or "") if found is not None else ""
-        return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].partition(" (linux/")[0].rstrip(".")
+        line = re.sub(r" \([^()]*/[^()]*\)", "", " ".join(text.split("\n\n")[0].split()))
+        return line.partition(". ")[0].rstrip(".")
 
     def thing(self, module: str, name: str) -> Thing:
         """Return what *name* is in *module*, where it may be imported from another. Raises LookupError."""
