@@ -366,13 +366,9 @@ def listing(tree: Tree) -> list[str]:
     """Return the lines of the page that list what a plugin may import."""
     lines = []
     for module, names in tree.public.items():
-        text = f"- `{module}`, {_lower(tree.purpose(module))}: {', '.join(f'`{name}`' for name in names)}"
+        text = f"- `{module}`: {tree.purpose(module)}. {', '.join(f'`{name}`' for name in names)}"
         lines += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return lines
-
-
-def _lower(text: str) -> str:
-    return text if text[1:2].isupper() or text[:1] == "`" else text[:1].lower() + text[1:]
 
 
 def main(words: Sequence[str], root: Path = CHECKOUT) -> int:
