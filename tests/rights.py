@@ -73,7 +73,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "tests/core/cli/test_modes.py::test_other_users_see": (_NETWORK, "other users"),
     "tests/core/cli/test_terminal.py::test_probed_modes": (_NETWORK, _BPF),
     "tests/core/cli/test_terminal.py::test_without_a_terminal": (_NETWORK, _BPF),
-    "tests/core/linux/test_netlink.py::test_every_refused_request": (_NETWORK,),
+    "tests/core/netlink/test_sockets.py::test_every_refused_request": (_NETWORK,),
     "tests/core/linux/test_trial.py": (_NETWORK, "user namespaces"),
     "tests/examples/test_contributing_page.py": (_NETWORK,),
     "tests/examples/test_debugging_page.py": (_NETWORK, _MOUNT),

@@ -41,15 +41,15 @@ from kproxy_core.kube.store import Store
 from kproxy_core.linux import process
 from kproxy_core.linux.addresses import interface_towards
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.listed_filters import ListedFilters
-from kproxy_core.linux.messages import NETLINK_NETFILTER
 from kproxy_core.linux.modules import Modules, Presence
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_filters import Interface
 from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
 from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.interpret import Interface
+from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan

@@ -6,10 +6,10 @@ from typing import Any, Final, NamedTuple
 
 from kproxy_core.app.filters import place
 from kproxy_core.linux.links import Link
-from kproxy_core.linux.nft_filters import Drop, FilteredPacket, Interface
 from kproxy_core.linux.node_state import NodeState
 from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address
 from kproxy_core.model.service import Destination
+from kproxy_core.nft.interpret import Drop, FilteredPacket, Interface
 from kproxy_core.observe.logs import printable
 
 Json = dict[str, Any]
@@ -50,6 +50,10 @@ class Finding(NamedTuple):
     """One sentence, without a full stop."""
     evidence: Sequence[str]
     remedy: str
+
+
+NOT_SERVED: Final = frozenset({"firewall", "ip-forward", "second-proxy"})
+"""The checks whose findings keep Services from being served as they are meant. Others may hurt them."""
 
 
 # Filter chains of other programs.

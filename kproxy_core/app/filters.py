@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from kproxy_core.app.explain import Case
 from kproxy_core.contract.values import Translation
-from kproxy_core.linux.nft_filters import NO_INTERFACE, Drop, FilteredPacket, Filters, Interface, drops
 from kproxy_core.model.address import Address
+from kproxy_core.nft.interpret import NO_INTERFACE, Drop, FilteredPacket, Filters, Interface, drops
 from kproxy_core.observe.logs import printable
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own, stand_in
 

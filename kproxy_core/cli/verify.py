@@ -31,10 +31,10 @@ from kproxy_core.cli.terminal import bad, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.linux.conntrack import FlowEvent, flow_events
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.netlink import Announcements
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.model.timing import TokenBucket
+from kproxy_core.netlink.sockets import Announcements
 
 Found = Mapping[str, Any]
 

@@ -1,1 +1,1 @@
-"""The node as all backends share it: netlink, nf_tables, conntrack, programs, files. Knows no backend."""
+"""The node as all backends share it: devices, conntrack, sockets, programs, files. Knows no backend."""

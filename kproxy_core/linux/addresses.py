@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, Malformed, attribute, attributes, decoding, messages
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread
 from kproxy_core.model.address import Address, Family, family_of, is_loopback, parse_address
 from kproxy_core.model.timing import Repeats
+from kproxy_core.netlink.messages import NETLINK_ROUTE, Malformed, attribute, attributes, decoding, messages
+from kproxy_core.netlink.sockets import NetlinkSocket, NotificationThread
 
 log = logging.getLogger("kproxy.host")
 

@@ -18,7 +18,9 @@ from msgspec import Struct
 
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import (
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, family_of
+from kproxy_core.model.service import Destination
+from kproxy_core.netlink.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     NLA_F_NESTED,
@@ -33,7 +35,7 @@ from kproxy_core.linux.messages import (
     messages,
     nested,
 )
-from kproxy_core.linux.netlink import (
+from kproxy_core.netlink.sockets import (
     ACCEPT,
     DROP,
     JUMP_IF_EQUAL,
@@ -42,9 +44,7 @@ from kproxy_core.linux.netlink import (
     NetlinkSocket,
     NotificationThread,
 )
-from kproxy_core.linux.netlink import Instruction as Do
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, family_of
-from kproxy_core.model.service import Destination
+from kproxy_core.netlink.sockets import Instruction as Do
 from kproxy_core.plan.quarantine import Answer, Answers, Attempt
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket
@@ -227,7 +227,8 @@ class FlowEvent(NamedTuple):
 def flow_events(*, only_new: bool = False) -> Announcements[FlowEvent]:
     """Follow flows from now on. Raises HostError without CAP_NET_ADMIN."""
     groups = (_NFNLGRP_NEW,) if only_new else (_NFNLGRP_NEW, _NFNLGRP_UPDATE, _NFNLGRP_DESTROY)
-    return Announcements(groups, parse, "watch connection tracking")
+    with doing("watch connection tracking, which requires CAP_NET_ADMIN"):
+        return Announcements(groups, parse)
 
 
 def parse(data: bytes) -> Iterator[FlowEvent]:

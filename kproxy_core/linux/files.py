@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.linux.netlink import PollThread
+from kproxy_core.netlink.sockets import PollThread
 
 log = logging.getLogger("kproxy.sources")
 

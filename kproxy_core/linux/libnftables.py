@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from kproxy_core.linux import packages, programs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables_child import NO_BINDING
-from kproxy_core.linux.nftables import TableName, all_tables
+from kproxy_core.linux.rulesets import all_tables
+from kproxy_core.nft.listing import TableName
 
 if TYPE_CHECKING:
     from kproxy_core.linux.trial import TrialNamespace

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, Span, attributes, decoding, text
-from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.netlink.messages import NETLINK_ROUTE, Span, attributes, decoding, text
+from kproxy_core.netlink.sockets import NetlinkSocket
 
 _RTM_GETLINK: Final = 18
 _IFINFOMSG: Final = struct.Struct("=BxHiII")

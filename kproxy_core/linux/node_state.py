@@ -17,8 +17,9 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import list_tables
 from kproxy_core.linux.links import Link, read_links
 from kproxy_core.linux.modules import Modules, Presence
-from kproxy_core.linux.nftables import TableName, all_tables, chain_exists
+from kproxy_core.linux.rulesets import all_tables, chain_exists
 from kproxy_core.model.address import Address, Cidr, Family
+from kproxy_core.nft.listing import TableName
 
 T = TypeVar("T")
 

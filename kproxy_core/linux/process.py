@@ -38,7 +38,7 @@ def network_privileges() -> frozenset[str]:
     found = held()
     if "CAP_NET_ADMIN" not in found:
         return found
-    from kproxy_core.linux.netlink import NetlinkSocket  # which few commands need
+    from kproxy_core.netlink.sockets import NetlinkSocket
 
     try:
         with NetlinkSocket.open(socket.NETLINK_ROUTE) as sock:

@@ -10,7 +10,12 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.linux.rulesets import ruleset, table_exists
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.service import Destination
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.objects import Chain, Container, Hook, Object, Table
+from kproxy_core.nft.rules import (
     ADDRESS,
     ANSWERING_PORT,
     CT_ORIGINAL,
@@ -26,10 +31,7 @@ from kproxy_core.linux.nft_rules import (
     original_destination,
     tcp_flags,
 )
-from kproxy_core.linux.nft_tables import Chain, Container, Element, Hook, Object, Table
-from kproxy_core.linux.nftables import RulesetSocket, table_exists
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.service import Destination
+from kproxy_core.nft.transaction import RulesetSocket
 from kproxy_core.plan.service_plan import Frontend
 
 TABLE = "kproxy-resets"
@@ -156,7 +158,7 @@ class ResetTable:
         return True
 
     def _connected(self, verb: str) -> AbstractContextManager[RulesetSocket]:
-        return RulesetSocket.to(f"{verb} table {self._table.where}")
+        return ruleset(f"{verb} table {self._table.where}")
 
 
 def delete_resets(family: Family, *, dry_run: bool) -> list[str]:
@@ -165,6 +167,6 @@ def delete_resets(family: Family, *, dry_run: bool) -> list[str]:
     if not table_exists(family, TABLE):
         return []
     if not dry_run:
-        with RulesetSocket.to(f"delete table {table.where}") as connection:
+        with ruleset(f"delete table {table.where}") as connection:
             connection.run([table.delete()])
     return [f"table {table.where}"]

@@ -8,9 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NetlinkRequest, Span, decoding
-from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Address
+from kproxy_core.netlink.messages import (
+    NETLINK_SOCK_DIAG,
+    SOCK_DIAG_BY_FAMILY,
+    NetlinkRequest,
+    Span,
+    decoding,
+)
+from kproxy_core.netlink.sockets import NetlinkSocket
 
 _SOCK_DESTROY: Final = 21
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)

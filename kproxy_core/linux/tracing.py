@@ -6,13 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kproxy_core.linux import messages as nf_tables
 from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import CommandRefused, Listing, NftOption, list_chain, list_tables
-from kproxy_core.linux.messages import NFGENMSG, Malformed, attributes, messages, text
-from kproxy_core.linux.netlink import Announcements
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.model.address import Address, Family, Protocol, family_of
+from kproxy_core.model.service import Destination
+from kproxy_core.netlink.messages import NFGENMSG, Malformed, attributes, messages, text
+from kproxy_core.netlink.sockets import Announcements
+from kproxy_core.nft.messages import FAMILIES, KIND, Command
+from kproxy_core.nft.objects import OWNER, Chain, Hook, Table
+from kproxy_core.nft.rules import (
     DESTINATION_PORT,
     L4_PROTOCOL,
     TRACE,
@@ -24,13 +27,10 @@ from kproxy_core.linux.nft_rules import (
     limit,
     source_address,
 )
-from kproxy_core.linux.nft_tables import OWNER, Chain, Command, Hook, Table
-from kproxy_core.linux.nftables import RulesetSocket
-from kproxy_core.model.address import Address, Family, Protocol, family_of
-from kproxy_core.model.service import Destination
+from kproxy_core.nft.transaction import RulesetSocket
 
 _NFNLGRP_NFTRACE = 9
-_TRACE = nf_tables.KIND | 17
+_TRACE = KIND | 17
 _NFT_TRACETYPE_RULE = 3
 _DROP, _ACCEPT = 0, 1
 _JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
@@ -56,7 +56,8 @@ class TraceEvent(NamedTuple):
 
 def trace_events() -> Announcements[TraceEvent]:
     """Follow the traced packets from now on. Raises HostError without CAP_NET_ADMIN."""
-    return Announcements((_NFNLGRP_NFTRACE,), parse, "trace packets")
+    with doing("trace packets, which requires CAP_NET_ADMIN"):
+        return Announcements((_NFNLGRP_NFTRACE,), parse)
 
 
 def parse(data: bytes) -> Iterator[TraceEvent]:
@@ -71,7 +72,7 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
         yield TraceEvent(
             int.from_bytes(found.get(6, b""), "big"),
             int.from_bytes(found.get(4, b""), "big") == _NFT_TRACETYPE_RULE,
-            nf_tables.FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
+            FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
             int.from_bytes(found.get(3, b""), "big"), _verdict(found), protocol, way,
         )  # fmt: skip
 

@@ -11,13 +11,12 @@ import time
 from collections.abc import Collection
 
 from kproxy_core.contract import Damage
-from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.messages import NETLINK_NETFILTER
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nftables import Change, ChangeKind, Commit, CommitWatch
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.watch import Change, ChangeKind, Commit, CommitWatch, generation
 from kproxy_iptables import names
 from kproxy_iptables.skeleton import ALL_JUMPS
 from kproxy_xtables.rules import BUILT_IN_CHAINS, has_rule, jumps_by_chain
@@ -149,6 +148,6 @@ def read_generation() -> int:
     """Return the number of the last commit to nf_tables; 0 if it can't be read."""
     try:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return nftables.generation(sock)
+            return generation(sock)
     except OSError:
         return 0

@@ -7,7 +7,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from kproxy_core.linux.messages import (
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, format_address, parse_address
+from kproxy_core.model.service import Destination
+from kproxy_core.netlink.messages import (
     NFGENMSG,
     NLA_F_NESTED,
     NLA_F_NET_BYTEORDER,
@@ -22,8 +24,6 @@ from kproxy_core.linux.messages import (
     text,
     text_attribute,
 )
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, format_address, parse_address
-from kproxy_core.model.service import Destination
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
 from kproxy_ipvs.skeleton import JUMPS
 from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry

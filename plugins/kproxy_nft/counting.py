@@ -9,7 +9,12 @@ import struct
 from collections.abc import Iterable, Mapping
 
 from kproxy_core.contract import Connections
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.service import Destination
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.messages import Command
+from kproxy_core.nft.objects import Chain, Container, Hook, Layout, Object, Table
+from kproxy_core.nft.rules import (
     ADDRESS,
     DESTINATION_PORT,
     L4_PROTOCOL,
@@ -28,9 +33,6 @@ from kproxy_core.linux.nft_rules import (
     original_destination,
     update,
 )
-from kproxy_core.linux.nft_tables import Chain, Command, Container, Element, Hook, Layout, Object, Table
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.service import Destination
 from kproxy_core.plan.service_plan import Frontend
 
 CONNECTIONS = "connections"

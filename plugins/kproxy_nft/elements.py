@@ -4,8 +4,8 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from kproxy_core.linux.messages import NFGENMSG, Span, attribute_spans, decoding
-from kproxy_core.linux.nft_tables import check_complete
+from kproxy_core.netlink.messages import NFGENMSG, Span, attribute_spans, decoding
+from kproxy_core.nft.elements import check_complete
 
 T = TypeVar("T")
 

@@ -7,20 +7,21 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from kproxy_core.contract import Connections, Leftovers, Scope, Update
-from kproxy_core.linux import messages, programs
+from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.messages import text_attribute
-from kproxy_core.linux.nft_tables import Table
-from kproxy_core.linux.nftables import RulesetSocket, table_exists
+from kproxy_core.linux.rulesets import ruleset, table_exists
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.netlink.messages import payload, text_attribute
+from kproxy_core.nft.messages import GETSETELEM, TABLE_NAME
+from kproxy_core.nft.objects import Table
+from kproxy_core.nft.transaction import RulesetSocket
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 from kproxy_nft.elements import complete, parse_counters
 
 log = logging.getLogger("kproxy.nft")
 
-_GETSETELEM = messages.KIND | 13
 _SET_NAME = 2
 
 
@@ -79,13 +80,13 @@ class Counting:
         found: list[Connections] = []
         table = counting.counting_table(family, ipvs=self._ipvs)
         try:
-            with RulesetSocket.to(f"read table {table.where}") as connection:
+            with ruleset(f"read table {table.where}") as connection:
                 for name in (counting.CONNECTIONS, counting.REJECTED):
-                    container = messages.payload(
-                        family, text_attribute(messages.TABLE_NAME, table.name),
+                    container = payload(
+                        family, text_attribute(TABLE_NAME, table.name),
                         text_attribute(_SET_NAME, name))
                     counted = connection.socket.dump(
-                        _GETSETELEM, container, partial(complete, parse_counters))
+                        GETSETELEM, container, partial(complete, parse_counters))
                     found += counting.connections(family, counted.items())
         except HostError as error:
             if error.errno == errno.ENOENT:
@@ -123,7 +124,7 @@ class Counting:
 
     def _writing(self, family: Family) -> AbstractContextManager[RulesetSocket]:
         table = counting.counting_table(family, ipvs=self._ipvs)
-        return RulesetSocket.to(f"change table {table.where}", self._own)
+        return ruleset(f"change table {table.where}", self._own)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -152,6 +153,6 @@ def delete_table(table: Table, *, dry_run: bool) -> list[str]:
     if not table_exists(table.family, table.name):
         return []
     if not dry_run:
-        with RulesetSocket.to(f"delete table {table.where}") as connection:
+        with ruleset(f"delete table {table.where}") as connection:
             connection.run([table.delete()])
     return [f"table {table.where}"]

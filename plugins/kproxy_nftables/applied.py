@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.linux.nft_tables import Object
 from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.nft.objects import Object
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 from kproxy_nftables.skeleton import owned_objects

@@ -21,9 +21,9 @@ from kproxy_core.contract import (
     sync_family,
 )
 from kproxy_core.linux import process
-from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.nftables import CommitWatch
 from kproxy_core.model.address import Family, Protocol
+from kproxy_core.netlink.messages import TooLong
+from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 from kproxy_nftables.detect import FLOW_OFFLOAD, PERMISSION, can_own, lacking
@@ -97,7 +97,7 @@ class NftablesBackend(Backend):
     def sync(self, update: Update) -> SyncReport:
         try:
             report = sync_family(self._states[update.family], update)
-        except HostError as error:  # An object does not fit into netlink messages.
+        except TooLong as error:
             raise SyncFailed(str(error)) from error
         if self._watch is None:
             self._generation = self._kernel.generation()

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
-from kproxy_core.linux.messages import (
-    KIND,
+from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import (
     NLA_F_NESTED,
     NLM_F_CREATE,
     NetlinkRequest,
@@ -23,7 +23,7 @@ from kproxy_core.linux.messages import (
     payload,
     text_attribute,
 )
-from kproxy_core.model.address import Family
+from kproxy_core.nft.messages import KIND
 from kproxy_nftables.names import CLUSTER_IPS, TABLE, VERDICT_MAPS
 from kproxy_nftables.wanted import Element, Value
 

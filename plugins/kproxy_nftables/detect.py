@@ -11,7 +11,12 @@ from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints
 from kproxy_core.linux import process
 from kproxy_core.linux.modules import Modules, kernel_version
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.linux.trial import FeatureProbe
+from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.nft.messages import Command
+from kproxy_core.nft.objects import DORMANT, OWNER, PERSIST, Chain, Container, Flowtable, Hook, Object, Table
+from kproxy_core.nft.rules import (
     DESTINATION_PORT,
     DESTINATION_PORT_OF,
     DROP,
@@ -35,21 +40,6 @@ from kproxy_core.linux.nft_rules import (
     source_address,
     vmap,
 )
-from kproxy_core.linux.nft_tables import (
-    DORMANT,
-    OWNER,
-    PERSIST,
-    Chain,
-    Command,
-    Container,
-    Flowtable,
-    Hook,
-    Object,
-    Table,
-)
-from kproxy_core.linux.trial import FeatureProbe
-from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
-from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.hashing import SEED
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel

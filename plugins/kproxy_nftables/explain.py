@@ -8,10 +8,11 @@ from itertools import chain
 from kproxy_core.contract import BackendError, KernelObject, KernelSide, Question
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import Crashed, list_table
-from kproxy_core.linux.nft_rules import Rule, rule_text
-from kproxy_core.linux.nft_tables import Chain, HeldTable
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.node import NodeView
+from kproxy_core.nft.listing import HeldTable
+from kproxy_core.nft.objects import Chain
+from kproxy_core.nft.rules import Rule, rule_text
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel

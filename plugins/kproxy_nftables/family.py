@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from kproxy_core.contract import SyncFailed, SyncReport, TrustLost
-from kproxy_core.linux.nft_tables import (
-    Command,
-    HeldTable,
-    Layout,
-    Leftover,
-    Object,
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.nft.listing import HeldTable
+from kproxy_core.nft.messages import Command
+from kproxy_core.nft.objects import Layout, Leftover, Object
+from kproxy_core.nft.transaction import (
     Replacement,
     constants,
     count_changes,
@@ -18,9 +19,6 @@ from kproxy_core.linux.nft_tables import (
     replacement,
     unwanted,
 )
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare

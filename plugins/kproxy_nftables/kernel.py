@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from kproxy_core.contract import SyncFailed, TrustLost
-from kproxy_core.linux import messages as netlink
-from kproxy_core.linux import nftables
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, payload, transaction
-from kproxy_core.linux.netlink import RequestError
-from kproxy_core.linux.nft_tables import Command, HeldTable
-from kproxy_core.linux.nftables import RulesetSocket, TransactionRefused, Writer, table_exists
+from kproxy_core.linux.rulesets import table_exists
 from kproxy_core.model.address import Family
+from kproxy_core.netlink import messages as netlink
+from kproxy_core.netlink.messages import payload
+from kproxy_core.netlink.sockets import RequestError
+from kproxy_core.nft.listing import HeldTable
+from kproxy_core.nft.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, Command, transaction
+from kproxy_core.nft.transaction import RulesetSocket, TransactionRefused, Writer
+from kproxy_core.nft.watch import generation
 from kproxy_nft.elements import complete, parse_counters
 from kproxy_nftables import batch
 from kproxy_nftables.names import TABLE
@@ -218,7 +220,7 @@ class Kernel:
     def generation(self) -> int:
         """Return the number of the last commit by any process in this network namespace."""
         with self._failures_named():
-            return nftables.generation(self._connection().socket)
+            return generation(self._connection().socket)
 
     def _foreign_owner(self, refused: TransactionRefused) -> str:
         """Describe the foreign owner of our table that *refused* names; "" if it has none."""

@@ -4,9 +4,10 @@ import sys
 from collections.abc import Iterable
 
 from kproxy_core.contract import Preview, SyncFailed, TrustLost, Update
-from kproxy_core.linux.nft_tables import (
+from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.nft.messages import commands_text
+from kproxy_core.nft.transaction import (
     Replacement,
-    commands_text,
     constants,
     count_changes,
     difference,
@@ -14,7 +15,6 @@ from kproxy_core.linux.nft_tables import (
     replacement,
     unwanted,
 )
-from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Contents, compare
 from kproxy_nftables.detect import can_own

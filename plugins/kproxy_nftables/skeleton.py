@@ -2,8 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from kproxy_core.linux import nft_tables
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.model.address import Family, Protocol, outermost
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.service import Destination
+from kproxy_core.nft import objects
+from kproxy_core.nft.objects import Chain, Container, Flowtable, Hook, Layout, Object
+from kproxy_core.nft.rules import (
     ADDRESS,
     DESTINATION_PORT,
     DESTINATION_PORT_OF,
@@ -47,10 +51,6 @@ from kproxy_core.linux.nft_rules import (
     update,
     vmap,
 )
-from kproxy_core.linux.nft_tables import Chain, Container, Flowtable, Hook, Layout, Object
-from kproxy_core.model.address import Family, Protocol, outermost
-from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Destination
 from kproxy_core.plan.hashing import SEED
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
@@ -85,10 +85,10 @@ _YEAR = 365 * 24 * 3600
 """Seconds: a set that rules fill needs a timeout, and a count that ends falls."""
 
 
-def table(family: Family, *, owned: bool = False) -> nft_tables.Table:
+def table(family: Family, *, owned: bool = False) -> objects.Table:
     """Return our table. If *owned*, no other process can change it, and it outlives this one."""
-    flags = nft_tables.OWNER | nft_tables.PERSIST if owned else 0
-    return nft_tables.Table(family, TABLE, "rules for kproxy", flags)
+    flags = objects.OWNER | objects.PERSIST if owned else 0
+    return objects.Table(family, TABLE, "rules for kproxy", flags)
 
 
 def layout(
@@ -151,10 +151,10 @@ def templates_behind(verdicts: Iterable[str]) -> set[Template]:
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 
-def service_cidrs(node: NodeView) -> nft_tables.Container:
+def service_cidrs(node: NodeView) -> objects.Container:
     """Return the set of the networks from which ClusterIPs are allocated."""
     key = (destination_address(node.family),)
-    return nft_tables.Container(
+    return objects.Container(
         names.SERVICE_CIDRS, key, interval=True, constant=outermost(node.service_cidrs))
 
 
@@ -178,14 +178,14 @@ def _containers(node: NodeView) -> list[Object]:
     # By types: outside of a rule nft does not know the type of a conntrack port.
     maps[names.RECORDED_VIPS] = (ADDRESS[family], PROTOCOL, PORT)
     maps[names.RECORDED_NODE_PORTS] = (PROTOCOL, PORT)
-    found: list[Object] = [nft_tables.Container(name, key, (VERDICT,)) for name, key in maps.items()]
+    found: list[Object] = [objects.Container(name, key, (VERDICT,)) for name, key in maps.items()]
     for protocol, port in DESTINATION_PORT_OF.items():
         vips = (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol])
         node_ports = (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol])
-        found += [nft_tables.Container(name, (address, port, index), (address, port)) for name in vips]
-        found += [nft_tables.Container(name, (port, index), (address, port)) for name in node_ports]
-    found += [nft_tables.Container(name, (address,)) for name in (names.CLUSTER_IPS, names.NODE_IPS)]
-    hairpins = nft_tables.Container(names.HAIRPINS, (source_address(family), address))
+        found += [objects.Container(name, (address, port, index), (address, port)) for name in vips]
+        found += [objects.Container(name, (port, index), (address, port)) for name in node_ports]
+    found += [objects.Container(name, (address,)) for name in (names.CLUSTER_IPS, names.NODE_IPS)]
+    hairpins = objects.Container(names.HAIRPINS, (source_address(family), address))
     return [*found, hairpins, service_cidrs(node)]
 
 

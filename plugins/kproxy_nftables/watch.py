@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from kproxy_core.contract import Damage
-from kproxy_core.linux.nftables import Commit, CommitWatch
 from kproxy_core.model.address import Family
+from kproxy_core.nft.watch import Commit, CommitWatch
 from kproxy_nftables.names import TABLE
 
 

@@ -3,8 +3,10 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.linux.nft_tables import Command, Element, completion, element_text
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_core.nft.elements import Element, element_text
+from kproxy_core.nft.messages import Command
+from kproxy_core.nft.transaction import completion
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
 from kproxy_userspace.skeleton import NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_layout, nft_maps, nft_table
 from kproxy_userspace.wanted import Portal, Redirect
@@ -120,7 +122,7 @@ def parse_nft_element(name: str, element: Element) -> Redirect:
 def nft_element_text(redirect: Redirect, family: Family) -> str:
     name, element = nft_element(redirect)
     (container,) = (each for each in nft_maps(family) if each.name == name)
-    return element_text(container, element)
+    return element_text(container.key, container.value, element)
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> list[Command]:

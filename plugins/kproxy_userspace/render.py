@@ -1,7 +1,7 @@
 """Portals of one family as text, whole or as a start of the process would open them."""
 
 from kproxy_core.contract import Preview, Update
-from kproxy_core.linux.nft_tables import commands_text
+from kproxy_core.nft.messages import commands_text
 from kproxy_userspace.batch import iptables_rewrite, nft_creation
 from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings

@@ -1,6 +1,8 @@
 """Constant rules (jumps, the pin, the nftables table), and decisions about which chains to delete. Pure."""
 
-from kproxy_core.linux.nft_rules import (
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.nft.objects import Chain, Container, Hook, Layout, Object, Table
+from kproxy_core.nft.rules import (
     ADDRESS,
     DESTINATION_PORT,
     L4_PROTOCOL,
@@ -17,8 +19,6 @@ from kproxy_core.linux.nft_rules import (
     redirect_to_port,
     source_address,
 )
-from kproxy_core.linux.nft_tables import Chain, Container, Hook, Layout, Object, Table
-from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_xtables.removal import Removal, plan_removal

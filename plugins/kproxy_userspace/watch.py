@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 
 from kproxy_core.contract import Damage
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.nftables import Change, ChangeKind, Commit, CommitWatch
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.relay.counts import Counter
 from kproxy_core.linux.relay.pool import Worker, WorkerPool
 from kproxy_core.model.address import Family
+from kproxy_core.nft.watch import Change, ChangeKind, Commit, CommitWatch
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.names import OUR_CHAINS, TABLE
 from kproxy_userspace.skeleton import JUMPS

@@ -6,22 +6,25 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 from kproxy_core.contract import SyncFailed, Unsupported
-from kproxy_core.linux import messages, programs
+from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import (
+from kproxy_core.linux.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
+from kproxy_core.linux.rulesets import chain_exists, table_exists
+from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     NetlinkRequest,
     Span,
     attribute,
     attributes,
+    decoding,
+    payload,
     text,
     text_attribute,
 )
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nftables import chain_exists, table_exists
-from kproxy_core.linux.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
-from kproxy_core.model.address import Family
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.messages import GETRULE, GETTABLE, KIND, TABLE_NAME, transaction
 from kproxy_xtables.rules import ChainKey, SavedChain, read_saved
 from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_tables
 
@@ -33,7 +36,7 @@ CHAINS_PER_CALL = 750
 
 # Tables over netlink: a program takes longer, and creates tables when it reads.
 
-_NEWTABLE = messages.KIND
+_NEWTABLE = KIND
 _FLAGS, _USE = 2, 3
 _DORMANT, _OWNER = 1, 2
 """NFT_TABLE_F_DORMANT, NFT_TABLE_F_OWNER (linux/netfilter/nf_tables.h)"""
@@ -50,15 +53,15 @@ def owned_tables(family: Family, names: Collection[str]) -> list[str]:
     Raises HostError.
     """
     with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        flags = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _FLAGS))
+        flags = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _FLAGS))
     return [name for name in names if flags.get(name, 0) & _OWNER]
 
 
 def used_matches(family: Family, table: str) -> set[str]:
     """Return the names of the matches of iptables in the rules of an existing *table*. Raises HostError."""
-    of_table = messages.payload(family, text_attribute(messages.TABLE_NAME, table))
+    of_table = payload(family, text_attribute(TABLE_NAME, table))
     with doing(f"read the rules of table {table}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return sock.dump(messages.GETRULE, of_table, _matches)
+        return sock.dump(GETRULE, of_table, _matches)
 
 
 def _matches(answers: Iterable[Span]) -> set[str]:
@@ -77,22 +80,22 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
     Raises HostError.
     """
     with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        flags = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _FLAGS))
+        flags = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _FLAGS))
     return [name for name in names if flags.get(name, 0) & _DORMANT]
 
 
 def count_chains(family: Family, name: str) -> int:
     """Return the number of chains in the table *name*; 0 if it does not exist. Raises HostError."""
     with doing(f"read table {name}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        found = sock.dump(messages.GETTABLE, messages.payload(family), partial(_numbers_by_name, _USE))
+        found = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _USE))
     return found.get(name, 0)
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
     """Wake the dormant tables *names*, which iptables can't. *own* gets the socket. Raises HostError."""
     awake = attribute(_FLAGS, bytes(4))
-    payloads = [messages.payload(family, text_attribute(messages.TABLE_NAME, name), awake) for name in names]
-    data, last = messages.transaction([NetlinkRequest(_NEWTABLE, 0, payload) for payload in payloads])
+    payloads = [payload(family, text_attribute(TABLE_NAME, name), awake) for name in names]
+    data, last = transaction([NetlinkRequest(_NEWTABLE, 0, payload) for payload in payloads])
     with doing("activate dormant tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         with own.starting():
             own.remember(sock.port)
@@ -101,10 +104,10 @@ def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> No
 
 
 def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[str, int]:
-    with messages.decoding("a table"):
+    with decoding("a table"):
         tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
         return {
-            text(each[messages.TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
+            text(each[TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
             for each in tables
         }  # fmt: skip
 

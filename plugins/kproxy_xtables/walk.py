@@ -339,7 +339,7 @@ class Walk:
     """Follows packets through chains, and records the objects that they meet.
 
     In built-in chains, only rules that jump to other chains are followed: other tools own the rest. In table
-    filter, only those to chains of service proxies: `kproxy_core.linux.nft_filters` follows firewalls.
+    filter, only those to chains of service proxies: `kproxy_core.nft.interpret` follows firewalls.
     """
 
     def __init__(

@@ -9,23 +9,15 @@ from msgspec import structs
 
 from kproxy_conformance.builders import node_view
 from kproxy_conformance.checks.features import everything
-from kproxy_core.linux.messages import attribute, text_attribute
-from kproxy_core.linux.nft_rules import Expression
-from kproxy_core.linux.nft_tables import (
-    Chain,
-    Command,
-    Container,
-    Element,
-    Layout,
-    Table,
-    commands_text,
-    completion,
-    constants,
-)
-from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.linux.tracing import Match, marking_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
+from kproxy_core.netlink.messages import attribute, text_attribute
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.messages import Command, commands_text
+from kproxy_core.nft.objects import Chain, Container, Layout, Table
+from kproxy_core.nft.rules import Expression
+from kproxy_core.nft.transaction import RulesetSocket, completion, constants
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting

@@ -22,18 +22,20 @@ from hypothesis import strategies as st
 from kproxy_conformance.builders import node_view
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Scope, Update
-from kproxy_core.linux import addresses, conntrack, links, netlink, nftables, sockets, tracing
+from kproxy_core.linux import addresses, conntrack, links, rulesets, sockets, tracing
 from kproxy_core.linux.addresses import AddressWatch
 from kproxy_core.linux.conntrack import RefusalWatch, ResetWatch
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.listed_filters import ListedFilters
-from kproxy_core.linux.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_filters import FilteredPacket, Interface, drops
-from kproxy_core.linux.nftables import CommitWatch
 from kproxy_core.linux.resets import Pair, ResetTable
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
+from kproxy_core.netlink import sockets as netlink
+from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft import transaction
+from kproxy_core.nft.interpret import FilteredPacket, Interface, drops
+from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.kernel import sockets as socket_storage
 from kproxy_ipvs import batch as ipvs
@@ -205,8 +207,8 @@ READERS: dict[str, Callable[[], object]] = {
     "counts": lambda: Counting().read(V4),
     "resets": lambda: ResetTable(V4).read(),
     "portals": lambda: NftPortals(V4, None).held(),
-    "all tables": nftables.all_tables,
-    "a chain": lambda: nftables.chain_exists(V4, "nat", "KUBE-SERVICES"),
+    "all tables": rulesets.all_tables,
+    "a chain": lambda: rulesets.chain_exists(V4, "nat", "KUBE-SERVICES"),
     "filters": _filters,
     "UDP flows": lambda: conntrack.read_udp_flows(V4, {VIP}, list),
     "stale UDP flows": lambda: conntrack.delete_stale_udp(V4, {80}, lambda *_: True),
@@ -279,10 +281,10 @@ def test_readers_return_a_value_or_raise_an_error_that_they_name(
         return made
 
     monkeypatch.setattr(NetlinkSocket, "open", recorded)
-    monkeypatch.setattr(nftables, "_shared", {})
+    monkeypatch.setattr(transaction, "_shared", {})
     before = READERS[name]()
     assert max((len(data) for answers in tape.values() for data in answers), default=0) > 36
-    monkeypatch.setattr(nftables, "_shared", {})
+    monkeypatch.setattr(transaction, "_shared", {})
     played: list[Change] = []
     monkeypatch.setattr(NetlinkSocket, "open", lambda *_, **__: NetlinkSocket(Player(tape, played)))  # type: ignore[arg-type]
     assert READERS[name]() == before

@@ -10,18 +10,22 @@ from tests.rooms.modules import Module
 
 ROOMS: dict[str, frozenset[str]] = {
     "model": frozenset(),
+    "netlink": frozenset({"model"}),
+    "nft": frozenset({"netlink", "model"}),
     "plan": frozenset({"model"}),
-    "linux": frozenset({"plan", "model"}),
+    "linux": frozenset({"nft", "netlink", "plan", "model"}),
     "contract": frozenset({"linux", "plan", "model"}),
     "config": frozenset({"model"}),
-    "kube": frozenset({"linux", "model"}),
-    "sync": frozenset({"kube", "contract", "linux", "plan", "model"}),
-    "observe": frozenset({"sync", "kube", "contract", "linux", "plan", "model"}),
+    "kube": frozenset({"linux", "netlink", "model"}),
+    "sync": frozenset({"kube", "contract", "linux", "netlink", "plan", "model"}),
+    "observe": frozenset({"sync", "kube", "contract", "linux", "netlink", "plan", "model"}),
     "modes": frozenset({"observe", "sync", "config", "contract", "linux", "plan", "model"}),
     "app": frozenset(
-        {"modes", "observe", "sync", "kube", "config", "contract", "linux", "plan", "model"}),
+        {"modes", "observe", "sync", "kube", "config", "contract", "linux", "nft", "netlink", "plan",
+         "model"}),
     "fleet": frozenset({"app", "observe", "kube", "plan", "model"}),
-    "kit": frozenset({"app", "modes", "sync", "kube", "config", "linux", "contract", "plan", "model"}),
+    "kit": frozenset(
+        {"app", "modes", "sync", "kube", "config", "linux", "nft", "netlink", "contract", "plan", "model"}),
 }  # fmt: skip
 """The rooms of the core that each room may import, apart from itself. `cli` may import all. The kit, a
 distribution of its own, counts as one."""
@@ -29,6 +33,8 @@ distribution of its own, counts as one."""
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "model": frozenset({"msgspec"}),
     "plan": frozenset({"msgspec"}),
+    "netlink": frozenset(),
+    "nft": frozenset(),
     "linux": frozenset({"msgspec", "nftables"}),
     "contract": frozenset({"msgspec", "pluggy"}),
     "config": frozenset({"msgspec", "yaml"}),
@@ -60,7 +66,7 @@ IMPORTED_AS = {
 }  # fmt: skip
 """Modules of distributions with another name."""
 
-PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux"})
+PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux", "nft", "netlink"})
 
 PURE_MODULES = frozenset(
     {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
@@ -82,10 +88,11 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 """Imports that look like input or output and are not: inet_pton and inet_ntop."""
 
 ONLY_ENCODE = (
-    "kproxy_core.linux.messages", "kproxy_core.linux.nft_rules", "kproxy_core.linux.nft_tables",
-    "kproxy_core.linux.nft_filters", "kproxy_core.linux.relay.orders",
+    "kproxy_core.netlink.messages", "kproxy_core.nft.messages", "kproxy_core.nft.rules",
+    "kproxy_core.nft.elements", "kproxy_core.nft.objects", "kproxy_core.nft.interpret",
+    "kproxy_core.linux.relay.orders",
 )
-"""The pure modules of `linux`, which pure modules may import."""
+"""The pure modules of rooms with input and output, which pure modules may import."""
 
 ONLY_ANSWERS = (
     "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kproxy_conformance.network.namespaces import CommandFailed, run
-from kproxy_core.linux.messages import NETLINK_NETFILTER, NFGENMSG, attribute
-from kproxy_core.linux.netlink import NetlinkSocket
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attribute
+from kproxy_core.netlink.sockets import NetlinkSocket
 
 _LEGACY = {
     "iptables-legacy": Path("/proc/net/ip_tables_names"),

@@ -8,17 +8,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.contract import IsRemoved
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import (
-    NETLINK_SOCK_DIAG,
-    SOCK_DIAG_BY_FAMILY,
-    Span,
-    attribute_spans,
-    attributes,
-    decoding,
-    nested,
-)
 from kproxy_core.linux.namespaces import in_network_namespaces
-from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.linux.sockets import (
     UdpSocket,
     connected_udp_sockets,
@@ -27,6 +17,16 @@ from kproxy_core.linux.sockets import (
     peer_of,
 )
 from kproxy_core.model.address import Address, Family
+from kproxy_core.netlink.messages import (
+    NETLINK_SOCK_DIAG,
+    SOCK_DIAG_BY_FAMILY,
+    Span,
+    attribute_spans,
+    attributes,
+    decoding,
+    nested,
+)
+from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.batch import (
     PRESENT,

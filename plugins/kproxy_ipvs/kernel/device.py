@@ -21,7 +21,8 @@ from kproxy_core.linux.addresses import (
     read_route,
 )
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import (
+from kproxy_core.model.address import Address, Family, format_address
+from kproxy_core.netlink.messages import (
     NETLINK_ROUTE,
     NLM_F_CREATE,
     NLM_F_EXCL,
@@ -31,8 +32,7 @@ from kproxy_core.linux.messages import (
     decoding,
     text_attribute,
 )
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.model.address import Address, Family, format_address
+from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_ipvs.names import DEVICE
 
 _RTM_DELLINK, _RTM_GETLINK, _IFLA_IFNAME = 17, 18, 3

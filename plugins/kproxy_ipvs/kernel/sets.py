@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from kproxy_core.linux import programs
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_NETFILTER, NetlinkRequest
-from kproxy_core.linux.netlink import NetlinkSocket, RequestError
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, NetlinkRequest
+from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
 from kproxy_ipvs import batch as messages
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.wanted import SetEntry

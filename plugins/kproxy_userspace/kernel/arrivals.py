@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kproxy_core.linux import conntrack as ctnetlink
-from kproxy_core.linux import messages as netlink
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.linux.conntrack import delete_stale_udp
 from kproxy_core.linux.errors import doing
 from kproxy_core.model.address import Family, Protocol
+from kproxy_core.netlink import messages as netlink
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect

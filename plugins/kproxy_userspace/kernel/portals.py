@@ -11,12 +11,14 @@ from kproxy_core.contract import SyncFailed, Unsupported
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.addresses import read_route
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.messages import NETLINK_ROUTE, attributes, decoding
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_tables import HeldTable, completion
-from kproxy_core.linux.nftables import ABSENT, RulesetSocket
 from kproxy_core.linux.programs import OwnProcesses
+from kproxy_core.linux.rulesets import ruleset
 from kproxy_core.model.address import Address, Family
+from kproxy_core.netlink.messages import NETLINK_ROUTE, attributes, decoding
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.listing import HeldTable
+from kproxy_core.nft.messages import ABSENT
+from kproxy_core.nft.transaction import RulesetSocket, completion
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, TABLE
 from kproxy_userspace.settings import ROOTLESS
@@ -216,7 +218,7 @@ class NftPortals(Portals):
         return connection.read(self._family, TABLE, [each.name for each in nft_maps(self._family)])
 
     def _connected(self, what: str) -> AbstractContextManager[RulesetSocket]:
-        return RulesetSocket.to(f"{what} table {self._table.where}", self._own)
+        return ruleset(f"{what} table {self._table.where}", self._own)
 
 
 def read_portals(family: Family) -> tuple[dict[ChainKey, list[str]], list[Redirect]]:

@@ -7,9 +7,9 @@ import pytest
 
 from kproxy_core.app.doctor import Finding, Services, findings, pod_links, samples, unclear
 from kproxy_core.linux.links import Link
-from kproxy_core.linux.nftables import TableName
 from kproxy_core.linux.node_state import LinkAddress, NodeState, Process
 from kproxy_core.model.address import Family, parse_address, parse_cidr
+from kproxy_core.nft.listing import TableName
 
 SETTINGS = {
     "net/ipv4/ip_forward": "1", "net/ipv6/conf/all/forwarding": "1",

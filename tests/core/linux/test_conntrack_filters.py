@@ -6,9 +6,9 @@ import struct
 import pytest
 
 from kproxy_core.linux import conntrack
-from kproxy_core.linux.messages import NETLINK_NETFILTER
-from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
 from tests.core.namespaces import Namespace, namespace
 
 _DESTROYED = 3

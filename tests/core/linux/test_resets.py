@@ -9,10 +9,10 @@ import pytest
 
 from kproxy_core.linux import resets
 from kproxy_core.linux.conntrack import connected_to_removed
-from kproxy_core.linux.nft_tables import commands_text
 from kproxy_core.linux.resets import Pair, ResetTable, delete_resets
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.model.service import Destination
+from kproxy_core.nft.messages import commands_text
 from kproxy_core.plan.service_plan import Frontend
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE

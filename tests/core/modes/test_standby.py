@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.linux.files import FileLock
-from kproxy_core.linux.messages import NETLINK_NETFILTER
 from kproxy_core.linux.namespaces import namespace_name
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nftables import generation
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.watch import generation
 from tests.core.cli.test_cli import configuration
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy, running

@@ -27,7 +27,7 @@ from kproxy_conformance.builders import (
 )
 from kproxy_conformance.network.namespaces import Namespace
 from kproxy_core.contract.values import BackendSettings, Failure, Update
-from kproxy_core.linux.nftables import table_exists
+from kproxy_core.linux.rulesets import table_exists
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder

@@ -13,9 +13,10 @@ from kproxy_conformance.drivers.driver import merged
 from kproxy_conformance.network.addresses import FAMILIES
 from kproxy_conformance.suite.scenario import SCENARIOS, Scenario, find
 from kproxy_conformance.suite.stage import PASSED, Stage
-from kproxy_core.linux.nft_tables import Layout, commands_text, constants, difference
-from kproxy_core.linux.nftables import RulesetSocket
 from kproxy_core.model.address import Family
+from kproxy_core.nft.messages import commands_text
+from kproxy_core.nft.objects import Layout
+from kproxy_core.nft.transaction import RulesetSocket, constants, difference
 from kproxy_nftables import skeleton
 from kproxy_nftables.settings import Settings
 from tests.core.namespaces import own_network

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_core.linux.nft_rules import rule_text
-from kproxy_core.linux.nft_tables import Chain
 from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.nft.objects import Chain
+from kproxy_core.nft.rules import rule_text
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements

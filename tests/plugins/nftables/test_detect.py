@@ -7,11 +7,12 @@ import pytest
 from kproxy_conformance.builders import full_update, node_view
 from kproxy_core.contract.values import BackendSettings, Detection
 from kproxy_core.linux import process, trial
-from kproxy_core.linux.messages import KIND, NETLINK_NETFILTER, NFGENMSG, attributes, messages
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_rules import Expression, Statement
-from kproxy_core.linux.nft_tables import DORMANT, OWNER, PERSIST, Chain
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.messages import KIND
+from kproxy_core.nft.objects import DORMANT, OWNER, PERSIST, Chain
+from kproxy_core.nft.rules import Expression, Statement
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.detect import FEATURES, Feature, detect, lacking
 from kproxy_nftables.kernel import Kernel

@@ -11,9 +11,8 @@ import pytest
 from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.contract.values import BackendSettings, Scope, Update
-from kproxy_core.linux import nft_tables
-from kproxy_core.linux.messages import (
-    KIND,
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.netlink.messages import (
     NLM_F_CREATE,
     Malformed,
     NetlinkRequest,
@@ -22,9 +21,11 @@ from kproxy_core.linux.messages import (
     payload,
     text_attribute,
 )
-from kproxy_core.linux.nft_rules import Expression, limit
-from kproxy_core.linux.nft_tables import CATCH_ALL, Command, Table
-from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.nft import rules
+from kproxy_core.nft.elements import CATCH_ALL
+from kproxy_core.nft.messages import KIND, Command
+from kproxy_core.nft.objects import Table
+from kproxy_core.nft.rules import Expression, limit
 from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
@@ -225,7 +226,7 @@ def test_a_chain_whose_name_is_no_text_ends_with_its_table(backend: NftablesBack
     assert resync(backend, wanted, node).operations == 0
 
 
-@pytest.mark.parametrize(("module", "parser"), [(batch, "parse_elements"), (nft_tables, "parse_expressions")])
+@pytest.mark.parametrize(("module", "parser"), [(batch, "parse_elements"), (rules, "parse_expressions")])
 def test_a_table_that_cannot_be_read_is_replaced(
     backend: NftablesBackend, module: ModuleType, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.contract.errors import SyncFailed, TrustLost
 from kproxy_core.contract.values import BackendSettings, Scope, SyncReport, Update
-from kproxy_core.linux.messages import transaction
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_rules import jump
-from kproxy_core.linux.nft_tables import Chain, Command, Table, difference
-from kproxy_core.linux.nftables import RulesetSocket, TransactionRefused
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.messages import Command, transaction
+from kproxy_core.nft.objects import Chain, Table
+from kproxy_core.nft.rules import jump
+from kproxy_core.nft.transaction import RulesetSocket, TransactionRefused, difference
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import batch, names, skeleton
 from kproxy_nftables.backend import NftablesBackend

@@ -7,10 +7,11 @@ from msgspec.structs import replace
 
 from kproxy_conformance.builders import endpoint, endpoint_slice, plans, service
 from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.linux.messages import TooLong, attribute, fitting, nested
-from kproxy_core.linux.nft_rules import among, source_address
-from kproxy_core.linux.nft_tables import Chain, Container, Element, Table
 from kproxy_core.model.address import Address, Cidr, Family, parse_address, parse_cidr
+from kproxy_core.netlink.messages import TooLong, attribute, fitting, nested
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.objects import Chain, Container, Table
+from kproxy_core.nft.rules import among, source_address
 from kproxy_nftables import skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel

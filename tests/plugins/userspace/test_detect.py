@@ -11,8 +11,8 @@ from kproxy_conformance.builders import endpoint_slice, full_update, node_view, 
 from kproxy_core.contract.errors import InvalidOption
 from kproxy_core.contract.values import BackendSettings, Detection
 from kproxy_core.linux import programs, trial
-from kproxy_core.linux.netlink import NetlinkSocket
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.detect import detect
 

@@ -1,9 +1,9 @@
 """Relays and portals of plans, and their text."""
 
 from kproxy_conformance.builders import endpoint_slice, node_view, plans, service
-from kproxy_core.linux.nft_tables import commands_text
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service
+from kproxy_core.nft.messages import commands_text
 from kproxy_userspace import batch
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 

@@ -10,11 +10,20 @@ those of linux/netfilter/nf_tables.h; the choice of expressions is that of libnf
 
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-from kproxy_core.linux.messages import attribute, attribute_spans, attributes, nested, text_attribute
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from kproxy_core.netlink.messages import (
+    Span,
+    attribute,
+    attribute_spans,
+    attributes,
+    decoding,
+    nested,
+    text,
+    text_attribute,
+)
 
 Attributes = Mapping[int, bytes]
 """Values of netlink attributes by kind."""
@@ -87,6 +96,30 @@ def _parse_expression(parts: Attributes) -> Expression:
     return Expression(parts[1].rstrip(b"\0").decode(errors="replace"), attributes(parts.get(2, b"")))
 
 
+class HeldRule(NamedTuple):
+    """A rule that the kernel lists."""
+
+    handle: int
+    expressions: tuple[Expression, ...]
+    notes: bytes
+    """User data, such as nft's comment."""
+
+    def equals(self, rule: Rule) -> bool:
+        """Return whether it is *rule*, expression by expression, and without a comment."""
+        wanted = rule_expressions(rule)
+        return not self.notes and len(wanted) == len(self.expressions) and all(
+            map(Expression.is_same, wanted, self.expressions))
+
+
+def parse_rule(span: Span) -> tuple[str, HeldRule]:
+    """Return a listed rule and the name of its chain. Raises Malformed."""
+    with decoding("a rule"):
+        found = attributes(*span)
+        handle = int.from_bytes(found[3], "big")
+        expressions = tuple(parse_expressions(found.get(4, b"")))
+        return text(found[2]), HeldRule(handle, expressions, found.get(7, b""))
+
+
 # Types of data, with their numbers in libnftables' datatype.h. In a concatenation each takes 6 bits.
 
 
@@ -137,6 +170,14 @@ class Field(NamedTuple):
 
 Key = tuple[Field, ...]
 """Fields that are looked up together."""
+
+Part = DataType | Field
+"""A part of the keys or values of a set or a map; a field where nft cannot name the type."""
+Parts = Sequence[Part]
+
+
+def type_of(part: Part) -> DataType:
+    return part.type if isinstance(part, Field) else part
 
 
 def key_text(key: Key) -> str:

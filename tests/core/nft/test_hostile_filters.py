@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.linux.messages import attribute, nested, text_attribute
-from kproxy_core.linux.nft_filters import BaseChain, FilteredPacket, HeldSet, Interface, SetElement, drops
-from kproxy_core.linux.nft_rules import Expression
-from kproxy_core.linux.nft_tables import HeldRule
 from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.netlink.messages import attribute, nested, text_attribute
+from kproxy_core.nft.interpret import BaseChain, FilteredPacket, HeldSet, Interface, SetElement, drops
+from kproxy_core.nft.rules import Expression, HeldRule
 
 PACKET = FilteredPacket(
     Family.IPV6, Protocol.UDP, parse_address("2001:db8::1"), None, 53, Interface("eth0", 2), None, None, None,

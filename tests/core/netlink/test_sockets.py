@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kproxy_conformance.checks.privileges import without_privileges
-from kproxy_core.linux import messages as netlink
-from kproxy_core.linux.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Malformed, NetlinkRequest, Span
-from kproxy_core.linux.netlink import NetlinkSocket, NotificationThread, PollThread, RequestError, failures
+from kproxy_core.netlink import messages as netlink
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Malformed, NetlinkRequest, Span
+from kproxy_core.netlink.sockets import NetlinkSocket, NotificationThread, PollThread, RequestError, failures
 
 NOTHING = 0xEE << 8
 """A subsystem of nfnetlink that no kernel has."""
@@ -226,7 +226,7 @@ def test_a_watch_takes_what_it_cannot_decode_for_lost(
 
 
 def test_a_thread_survives_its_callback(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_core.linux.netlink._REST_SECONDS", 0.01)
+    monkeypatch.setattr("kproxy_core.netlink.sockets._REST_SECONDS", 0.01)
     calls: queue.Queue[bytes] = queue.Queue()
 
     def ready() -> None:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.linux.listed_filters import ListedFilters
-from kproxy_core.linux.messages import NETLINK_NETFILTER
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nft_filters import Drop, FilteredPacket, Interface, drops
 from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.interpret import Drop, FilteredPacket, Interface, drops
+from kproxy_core.nft.listing import ListedFilters
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
 

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from kproxy_core.linux.messages import Malformed, attribute_spans, attributes, text
-from kproxy_core.linux.nft_rules import Attributes, Expression
-from kproxy_core.linux.nft_tables import HeldRule
 from kproxy_core.model import address as net
 from kproxy_core.model.address import Address, Family
+from kproxy_core.netlink.messages import Malformed, attribute_spans, attributes, text
+from kproxy_core.nft.rules import Attributes, Expression, HeldRule
 
 
 class Interface(NamedTuple):

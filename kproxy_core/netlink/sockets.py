@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
-from kproxy_core.linux import messages as netlink
-from kproxy_core.linux.errors import doing
-from kproxy_core.linux.messages import NETLINK_NETFILTER, Malformed
+from kproxy_core.netlink import messages as netlink
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, Malformed
 
 T = TypeVar("T")
 
@@ -367,12 +366,11 @@ def _raise_for(code: int) -> None:
 class Announcements(Generic[T]):
     """Announcements of netfilter in this thread's network namespace, for a caller that polls `fileno`."""
 
-    def __init__(self, groups: Sequence[int], parse: Callable[[bytes], Iterator[T]], purpose: str) -> None:
-        """*parse* yields the announcements in a datagram. Raises HostError without CAP_NET_ADMIN."""
+    def __init__(self, groups: Sequence[int], parse: Callable[[bytes], Iterator[T]]) -> None:
+        """*parse* yields the announcements in a datagram. Raises OSError, as without CAP_NET_ADMIN."""
         self._parse = parse
-        with doing(f"{purpose}, which requires CAP_NET_ADMIN"):
-            self._socket = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=groups, receive_space=_ANNOUNCEMENT_SPACE)
+        self._socket = NetlinkSocket.open(
+            NETLINK_NETFILTER, groups=groups, receive_space=_ANNOUNCEMENT_SPACE)
 
     def __enter__(self) -> Self:
         return self

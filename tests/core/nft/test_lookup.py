@@ -8,9 +8,9 @@ import pytest
 
 from kproxy_conformance.checks.privileges import without_privileges
 from kproxy_core.linux.errors import HostError
-from kproxy_core.linux.netlink import NetlinkSocket
-from kproxy_core.linux.nftables import chain_exists, table_exists
+from kproxy_core.linux.rulesets import chain_exists, table_exists
 from kproxy_core.model.address import Family
+from kproxy_core.netlink.sockets import NetlinkSocket
 from tests.core.namespaces import namespace
 
 

@@ -1,0 +1,1 @@
+"""Netlink: messages and sockets. Knows nothing of what they are about."""

@@ -1,0 +1,1 @@
+"""nf_tables as a library: rules, objects, elements, transactions, listings, notices. Knows no Service."""

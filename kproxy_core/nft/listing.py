@@ -1,0 +1,373 @@
+"""What the kernel holds: tables with their objects, and the chains of other programs, read over netlink
+(linux/netfilter/nf_tables.h).
+"""
+
+import errno
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, Self, TypeVar
+
+from kproxy_core.model.address import Family
+from kproxy_core.netlink.messages import (
+    NETLINK_NETFILTER,
+    NFGENMSG,
+    Span,
+    attribute_spans,
+    attributes,
+    decoding,
+    payload,
+    text,
+    text_attribute,
+)
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.elements import CATCH_ALL_LIST, Element, check_complete, parse_elements
+from kproxy_core.nft.interpret import BaseChain, HeldSet, parse_base_chain, parse_held_set, parse_set_elements
+from kproxy_core.nft.messages import (
+    ABSENT,
+    FAMILIES,
+    GETCHAIN,
+    GETFLOWTABLE,
+    GETOBJ,
+    GETRULE,
+    GETSET,
+    GETSETELEM,
+    GETTABLE,
+    TABLE_NAME,
+    TABLE_OWNER,
+)
+from kproxy_core.nft.objects import DORMANT, Flowtable, StatefulObject
+from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
+
+T = TypeVar("T")
+
+_FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
+_CHAIN_NAME = 3
+_TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
+_CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
+_SET_FLAGS, _CHAIN_FLAGS = 3, 10
+_ANONYMOUS, _BINDING = 1, 4
+"""NFT_SET_ANONYMOUS and NFT_CHAIN_BINDING: the object is deleted with the rule that refers to it."""
+_OBJECT_TYPE = 3
+_COUNT = 20
+"""NFTA_SET_COUNT: the number of elements."""
+
+
+class HeldTable(NamedTuple):
+    """The objects of a table that the kernel lists, without the elements of sets that are not constant.
+
+    Anonymous chains and sets are left out: each belongs to the rule that refers to it.
+    """
+
+    attributes: Attributes
+    chains: dict[str, Attributes]
+    rules: dict[str, list[HeldRule]]
+    containers: dict[str, Attributes]
+    elements: dict[str, frozenset[Element]]
+    """Those of the containers that were asked for."""
+    flowtables: dict[str, Flowtable]
+    owner: int = 0
+    """The netlink port that alone may change the table; 0: any."""
+    stateful: Sequence[StatefulObject] = ()
+    catch_alls: Collection[str] = ()
+    """The containers with a catch-all element, among those whose elements were not asked for."""
+
+
+def parse_flowtable(span: Span) -> Flowtable:
+    """Return a listed flowtable. Raises Malformed."""
+    with decoding("a flowtable"):
+        found = attributes(*span)
+        hook = attributes(found.get(3, b""))
+        devices = hook.get(3, b"")
+        names = tuple(text(devices[start:end]) for _, start, end in attribute_spans(devices, 0, len(devices)))
+        return Flowtable(text(found[2]), names)
+
+
+class TableName(NamedTuple):
+    family: str
+    """nft's name: ``ip``, ``ip6``, ``inet``, ..."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.name}"
+
+
+class Reader:
+    """A netlink socket by which tables are read. Not thread-safe."""
+
+    def __init__(self, sock: NetlinkSocket) -> None:
+        self.socket = sock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def read(self, family: Family, table: str, elements_of: Collection[str] = ()) -> HeldTable | None:
+        """Return the objects of *table*, and *elements_of* these containers; None without the table.
+
+        Raises InterruptedError if the rules changed during each attempt, Malformed, other OSError.
+        """
+        named = text_attribute(TABLE_NAME, table)
+        try:
+            data, start, end = self.socket.request_one(GETTABLE, payload(family, named))
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+        rules: dict[str, list[HeldRule]] = {}
+        for chain, rule in self._listed(GETRULE, family, named, parse_rule):
+            rules.setdefault(chain, []).append(rule)
+        found_table = attributes(data, start + NFGENMSG.size, end)
+        containers = _by_name(
+            2, self._listed(GETSET, family, named, _attributes), _CONTAINER_ATTRIBUTES,
+            _SET_FLAGS, _ANONYMOUS)
+        return HeldTable(
+            attributes={kind: value for kind, value in found_table.items() if kind in _TABLE_ATTRIBUTES},
+            chains=_by_name(
+                3, map(_attributes, self._of_table(GETCHAIN, family, table)), _CHAIN_ATTRIBUTES,
+                _CHAIN_FLAGS, _BINDING),
+            rules=rules,
+            containers=containers,
+            elements={
+                name: self.elements(family, table, name) for name in elements_of if name in containers},
+            flowtables={
+                flowtable.name: flowtable
+                for span in self._of_table(GETFLOWTABLE, family, table)
+                for flowtable in [parse_flowtable(span)]
+            },
+            owner=int.from_bytes(found_table.get(TABLE_OWNER, b""), "big"),
+            stateful=self._listed(GETOBJ, family, named, parse_stateful_object),
+            catch_alls=[
+                name for name in containers
+                if name not in elements_of and self._has_catch_all(family, table, name)],
+        )  # fmt: skip
+
+    def _has_catch_all(self, family: Family, table: str, name: str) -> bool:
+        of = text_attribute(TABLE_NAME, table) + text_attribute(2, name) + CATCH_ALL_LIST
+        try:
+            return bool(self.socket.request(GETSETELEM, 0, payload(family, of)))
+        except OSError as error:
+            if error.errno in (*ABSENT, errno.EOPNOTSUPP):
+                return False
+            raise
+
+    def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:
+        """Return the elements of a set or a map; none if it does not exist.
+
+        Raises InterruptedError if they changed during each attempt, other OSError.
+        """
+        of = text_attribute(1, table) + text_attribute(2, name)
+        return self._dumped(GETSETELEM, family, of, _collect_elements) or frozenset()
+
+    def counts(self, family: Family, table: str) -> dict[str, int]:
+        """Return the number of elements of each set and map of *table*; none if the kernel does not tell it.
+
+        Raises as `elements`.
+        """
+        named = text_attribute(TABLE_NAME, table)
+        with decoding("a set"):
+            return {
+                text(found[2]): int.from_bytes(found[_COUNT], "big")
+                for found in self._listed(GETSET, family, named, _attributes)
+                if _COUNT in found
+            }
+
+    def _of_table(self, kind: int, family: Family, table: str) -> list[Span]:
+        """Return the objects of *table*: the kernel lists those of all tables, and the table's name first."""
+        named = text_attribute(TABLE_NAME, table)
+
+        def collect(answers: Iterator[Span]) -> list[Span]:
+            return [
+                (data, start + NFGENMSG.size, end) for data, start, end in answers
+                if data.startswith(named, start + NFGENMSG.size)
+            ]  # fmt: skip
+
+        return self._dumped(kind, family, b"", collect) or []
+
+    def _listed(self, kind: int, family: Family, of: bytes, parse: Callable[[Span], T]) -> list[T]:
+        """Return what *parse* makes of each answer to a dump; none without its subject."""
+
+        def collect(answers: Iterator[Span]) -> list[T]:
+            return [parse((data, start + NFGENMSG.size, end)) for data, start, end in answers]
+
+        return self._dumped(kind, family, of, collect) or []
+
+    def _dumped(
+        self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[Span]], T]
+    ) -> T | None:
+        """Return what *collect* makes of the answers to a dump; None without its subject."""
+        try:
+            return self.socket.dump(kind, payload(family, of), collect)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+
+
+def _attributes(span: Span) -> Attributes:
+    return attributes(*span)
+
+
+def _by_name(
+    name: int, listed: Iterable[Attributes], kept: Collection[int], flags: int, anonymous: int
+) -> dict[str, Attributes]:
+    """Return the *kept* attributes of *listed* objects by name, without those with the flag *anonymous*."""
+    with decoding("an object"):
+        return {
+            text(found[name]): {kind: found[kind] for kind in kept if kind in found}
+            for found in listed
+            if not int.from_bytes(found.get(flags, b""), "big") & anonymous
+        }
+
+
+def parse_stateful_object(span: Span) -> StatefulObject:
+    """Return a listed stateful object. Raises Malformed."""
+    with decoding("a stateful object"):
+        found = attributes(*span)
+        return StatefulObject(text(found[2]), int.from_bytes(found[_OBJECT_TYPE], "big"))
+
+
+def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
+    """Collect elements. Raises InterruptedError if some are missing."""
+    listed = [
+        element for data, start, end in answers
+        for element in parse_elements((data, start + NFGENMSG.size, end))
+    ]  # fmt: skip
+    found = frozenset(listed)
+    check_complete(len(listed), len(found))
+    return found
+
+
+def _named(table: Span) -> TableName:
+    data, start, end = table
+    with decoding("a table"):
+        name = attributes(data, start + NFGENMSG.size, end)[TABLE_NAME]
+        return TableName(FAMILIES.get(data[start], "?"), text(name))
+
+
+def tables() -> list[TableName]:
+    """Return the tables of all families; none in a kernel without nf_tables. Raises OSError."""
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return sock.dump(GETTABLE, NFGENMSG.pack(0, 0, 0), lambda found: [*map(_named, found)])
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise
+
+
+def has_table(family: Family, table: str) -> bool:
+    """Return whether *table* exists, which it does not in a kernel without nf_tables. Raises OSError."""
+    return _has(GETTABLE, family, table)
+
+
+def has_chain(family: Family, table: str, chain: str) -> bool:
+    """Return whether *chain* exists, as `has_table` does. Raises OSError."""
+    return _has(GETCHAIN, family, table, text_attribute(_CHAIN_NAME, chain))
+
+
+def _has(kind: int, family: Family, table: str, *named: bytes) -> bool:
+    request = payload(family, text_attribute(TABLE_NAME, table), *named)
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return bool(sock.request(kind, 0, request))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return False
+        raise
+
+
+# Chains of other programs.
+
+
+class ListedFilters:
+    """The chains, rules and sets of this thread's network namespace, each read when it is first asked for.
+
+    All methods raise OSError.
+    """
+
+    def __init__(self, sock: NetlinkSocket) -> None:
+        self._socket = sock
+        self._base_chains: Sequence[BaseChain] | None = None
+        self._rules: dict[tuple[str, str, str], Sequence[HeldRule]] = {}
+        self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        """Return the chains at hooks whose type is ``filter`` or ``route``, but for dormant tables."""
+        if self._base_chains is None:
+            dormant = set(self._dumped(GETTABLE, 0, b"", _dormant_table))
+            found = self._dumped(GETCHAIN, 0, b"", _filter_chain)
+            self._base_chains = [each for each in found if (each.family, each.table) not in dormant]
+        return self._base_chains
+
+    def chain_names(self, family: str, table: str) -> frozenset[str]:
+        def name(of: str, span: Span) -> Iterator[str]:
+            found = attributes(*span)
+            if (of, text(found[1])) == (family, table):
+                yield text(found[3])
+
+        return frozenset(self._dumped(GETCHAIN, 0, b"", name))
+
+    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
+        key = family, table, chain
+        if key not in self._rules:
+            of = text_attribute(1, table) + text_attribute(2, chain)
+            self._rules[key] = self._dumped(
+                GETRULE, _FAMILY_NUMBERS[family], of, lambda _, span: [parse_rule(span)[1]])
+        return self._rules[key]
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        key = family, table, name
+        if key not in self._sets:
+            self._sets[key] = self._held_set(
+                _FAMILY_NUMBERS[family], text_attribute(1, table) + text_attribute(2, name))
+        return self._sets[key]
+
+    def _held_set(self, family: int, of: bytes) -> HeldSet | None:
+        try:
+            data, start, end = self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+        elements = self._dumped(GETSETELEM, family, of, lambda _, span: [*parse_set_elements(*span)])
+        with decoding("a set"):
+            return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
+
+    def _dumped(
+        self, kind: int, family: int, of: bytes, parse: Callable[[str, Span], Iterable[T]]
+    ) -> list[T]:
+        """Return what *parse* makes of family and attributes of each answer; none without a subject."""
+
+        def collect(answers: Iterator[Span]) -> list[T]:
+            with decoding("a filter"):
+                return [
+                    item for data, start, end in answers
+                    for item in parse(
+                        FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
+                ]  # fmt: skip
+
+        try:
+            return self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return []
+            raise
+
+
+def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:
+    found = attributes(*span)
+    if int.from_bytes(found.get(2, b""), "big") & DORMANT:
+        yield family, text(found[1])
+
+
+def _filter_chain(family: str, span: Span) -> Iterator[BaseChain]:
+    """Yield a listed chain if it filters at a hook. Most are neither, and only searched for the type."""
+    data, start, end = span
+    if data.find(b"filter\0", start, end) >= 0 or data.find(b"route\0", start, end) >= 0:
+        found = parse_base_chain(family, attributes(*span))
+        if found is not None and found.type in ("filter", "route"):
+            yield found

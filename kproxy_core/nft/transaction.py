@@ -1,0 +1,277 @@
+"""Transactions: the difference between wanted and held tables, and the socket that writes it."""
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from threading import Lock
+from typing import NamedTuple, Self
+
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, Malformed, NetlinkRequest
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.elements import CATCH_ALL, Element
+from kproxy_core.nft.listing import HeldTable, Reader
+from kproxy_core.nft.messages import Command, transaction
+from kproxy_core.nft.objects import (
+    DORMANT,
+    OWNER,
+    PERSIST,
+    Chain,
+    Container,
+    Layout,
+    Leftover,
+    Object,
+    Table,
+    chain_attributes,
+    constant_elements,
+    container_attributes,
+)
+from kproxy_core.nft.rules import HeldRule, same_attributes
+
+log = logging.getLogger("kproxy.nft")
+
+_FIRST_SEQUENCE = 2
+"""Sequence number of the first request of a transaction, after its beginning."""
+_POLICY = 5
+_SEND_SPACE = 256 << 20
+"""Limit in bytes for one transaction. The kernel reserves nothing for it."""
+_RECEIVE_SPACE = 8 << 20
+"""Limit in bytes for the kernel's answers."""
+
+
+class Replacement(Exception):
+    """The table differs from the wanted one in a property that cannot be changed."""
+
+
+def constants(layout: Layout) -> list[str]:
+    """Return the names of the sets whose elements are constant."""
+    return [
+        item.name for item in layout.values()
+        if isinstance(item, Container) and item.constant is not None
+    ]  # fmt: skip
+
+
+def difference(table: Table, layout: Layout, held: HeldTable | None) -> list[Command]:
+    """Return the commands that bring *held* to *layout*. Keeps unwanted objects; see `unwanted`.
+
+    Elements that are not constant are kept, but for catch-alls. Raises Replacement if the table must be
+    replaced as a whole, TooLong.
+    """
+    if held is None:
+        return [table.create(), *table.write(layout.values())]
+    commands = []
+    if not same_attributes(table.attributes(), held.attributes):
+        if not _can_become(table, held):
+            raise Replacement
+        commands.append(table.create())
+    changed = [item for item in layout.values() if not _holds(table, held, item)]
+    catch_alls = [item for name in held.catch_alls if isinstance(item := layout.get(name), Container)]
+    for container in catch_alls:
+        commands += table.delete_elements(container, [CATCH_ALL])
+    return [*commands, *table.write(changed)]
+
+
+def replacement(table: Table, layout: Layout) -> list[Command]:
+    """Return the commands that replace an existing table, whatever it holds."""
+    return [table.delete(), *difference(table, layout, None)]
+
+
+def count_changes(table: Table, commands: Sequence[Command], held: HeldTable | None) -> int:
+    """Return the number of *commands* without those that create or claim the table itself.
+
+    Waking a dormant table is a change.
+    """
+    is_dormant = held is not None and bool(_flags(held) & DORMANT)
+    return len(commands) - commands.count(table.create()) + is_dormant
+
+
+def _flags(held: HeldTable) -> int:
+    return int.from_bytes(held.attributes.get(2, b""), "big")
+
+
+def _can_become(table: Table, held: HeldTable) -> bool:
+    """Return whether *table* can be made of *held* by waking it, or by claiming it after its owner's end."""
+    flags = _flags(held)
+    changes = (flags ^ table.flags) & ~DORMANT
+    return (not changes or (changes == OWNER and bool(flags & PERSIST) and bool(table.flags & OWNER))) and (
+        same_attributes({**table.attributes(), 2: b""}, {**held.attributes, 2: b""}))
+
+
+def _holds(table: Table, held: HeldTable, item: Object) -> bool:
+    """Return whether the kernel has *item* as it should be. Raises Replacement."""
+    if isinstance(item, Chain):
+        found = held.chains.get(item.name)
+        if found is None:
+            return False
+        wanted = chain_attributes(item, table.family)
+        if not same_attributes({**found, _POLICY: b""}, {**wanted, _POLICY: b""}):
+            raise Replacement
+        if not same_attributes(found, wanted):
+            return False
+        rules = held.rules.get(item.name, [])
+        return len(rules) == len(item.rules) and all(map(HeldRule.equals, rules, item.rules))
+    if isinstance(item, Container):
+        kept = held.containers.get(item.name)
+        if kept is None:
+            return False
+        if not same_attributes(kept, container_attributes(item)):
+            raise Replacement
+        return item.constant is None or held.elements.get(item.name) == frozenset(constant_elements(item))
+    flowtable = held.flowtables.get(item.name)
+    return flowtable is not None and sorted(flowtable.devices) == sorted(item.devices)
+
+
+def unwanted(held: HeldTable, wanted: Collection[str]) -> list[Leftover]:
+    """Return the objects of *held* that are not *wanted*.
+
+    Other processes chose their names: see `is_quotable` before their commands are used as text.
+    """
+    chains = [Chain(name) for name in sorted(held.chains) if name not in wanted]
+    containers = [Container(name, ()) for name in sorted(held.containers) if name not in wanted]
+    flowtables = [each for name, each in held.flowtables.items() if name not in wanted]
+    return [*chains, *containers, *flowtables, *held.stateful]
+
+
+is_quotable = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
+"""Matches the names that nft's text can hold, as all of ours; the kernel takes any."""
+
+
+def completion(
+    table: Table, layout: Layout, contents: Mapping[str, Collection[Element]], held: HeldTable | None
+) -> list[Command]:
+    """Return the commands that bring *held* to *layout*, or replace it if it cannot be brought over.
+
+    *contents* are the elements of containers, by name; *held* must have those, too. Elements of other
+    containers, such as counts, are kept. Unwanted objects are deleted.
+    """
+    try:
+        commands = difference(table, layout, held)
+    except Replacement:
+        return rewrite(table, layout, contents)
+    if held is not None:
+        commands += table.remove(unwanted(held, layout))
+    return [*commands, *_changes(table, layout, contents, held.elements if held is not None else {})]
+
+
+def rewrite(
+    table: Table, layout: Layout, contents: Mapping[str, Collection[Element]]
+) -> list[Command]:
+    """Return the commands that replace *table*, whatever it holds, if it exists."""
+    return [*table.replace(layout.values()), *_changes(table, layout, contents, {})]
+
+
+def _changes(
+    table: Table, layout: Layout, contents: Mapping[str, Collection[Element]],
+    held: Mapping[str, Collection[Element]],
+) -> Iterator[Command]:
+    for name, wanted in contents.items():
+        container = layout[name]
+        assert isinstance(container, Container)
+        yield from table.change_elements(container, held.get(name, ()), wanted)
+
+
+class TransactionRefused(OSError):
+    """The kernel refused a transaction, and did nothing of it."""
+
+    def __init__(self, command: Command, error: OSError) -> None:
+        super().__init__(error.errno, f"nf_tables refuses '{command.text}': {error.strerror}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class RulesetSocket(Reader):
+    """A netlink socket to nf_tables in the network namespace of the thread that opened it.
+
+    Transactions are thread-safe, reads are not.
+    """
+
+    def __init__(self, sock: NetlinkSocket) -> None:
+        super().__init__(sock)
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls) -> Self:
+        """Raises OSError."""
+        return cls(NetlinkSocket.open(
+            NETLINK_NETFILTER, receive_space=_RECEIVE_SPACE, send_space=_SEND_SPACE))  # fmt: skip
+
+    def run(self, commands: Sequence[Command], more: Sequence[NetlinkRequest] = ()) -> None:
+        """Run *commands* and then *more* requests as one transaction.
+
+        Raises TransactionRefused, naming the refused command; OSError if the kernel refuses a request.
+        """
+        if commands or more:
+            self.send(self.encode(commands, more), commands)
+
+    def check(self, commands: Sequence[Command]) -> None:
+        """Have the kernel check *commands*, without running them. Raises TransactionRefused, OSError."""
+        self.send(transaction([command.request for command in commands], commit=False), commands)
+
+    @staticmethod
+    def encode(commands: Sequence[Command], more: Sequence[NetlinkRequest]) -> tuple[bytes, int]:
+        """Encode a transaction, with the sequence number that is acknowledged."""
+        return transaction([*(command.request for command in commands), *more])
+
+    def send(self, encoded: tuple[bytes, int], commands: Sequence[Command]) -> None:
+        """Run an *encoded* transaction that begins with *commands*. Raises as `run`."""
+        with self._lock:
+            refused = self.socket.transact(*encoded)
+        if not refused:
+            return
+        number, error = refused[0].number - _FIRST_SEQUENCE, refused[0].error
+        if 0 <= number < len(commands):
+            raise TransactionRefused(commands[number], error) from error
+        raise error
+
+    def complete(
+        self, table: Table, layout: Layout, contents: Mapping[str, Collection[Element]]
+    ) -> None:
+        """Bring *table* to *layout*; see `completion`. If it cannot be read or corrected, replace it.
+
+        Raises TransactionRefused, OSError.
+        """
+        try:
+            held = self.read(table.family, table.name, contents)
+            self.run(completion(table, layout, contents, held))
+        except (TransactionRefused, Malformed) as reason:
+            log.warning("replacing table that cannot be corrected", extra={
+                "fields": {"table": table.where, "error": str(reason)}})
+            self.run(rewrite(table, layout, contents))
+
+
+class _Shared(NamedTuple):
+    connection: RulesetSocket
+    users: list[object]
+
+
+_shared: dict[int, _Shared] = {}
+"""The connection of each network namespace that this process writes to, by the namespace's inode."""
+_sharing = Lock()
+
+
+class Writer:
+    """A share in the socket by which this process changes the tables of a network namespace.
+
+    All backends share one: only the socket that claimed an owned table can change it, not another one of the
+    same process. The table is free again when the last share is closed.
+    """
+
+    def __init__(self) -> None:
+        """Open a share for the calling thread's namespace. Raises OSError."""
+        self._namespace = os.stat("/proc/thread-self/ns/net").st_ino
+        with _sharing:
+            if self._namespace not in _shared:
+                _shared[self._namespace] = _Shared(RulesetSocket.open(), [])
+            self.connection, users = _shared[self._namespace]
+            users.append(self)
+
+    def close(self) -> None:
+        with _sharing:
+            found = _shared[self._namespace]
+            found.users.remove(self)
+            if not found.users:
+                del _shared[self._namespace]
+                self.connection.close()
+
+
