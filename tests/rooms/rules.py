@@ -69,7 +69,7 @@ IMPORTED_AS = {
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux", "nft", "netlink"})
 
 PURE_MODULES = frozenset(
-    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
+    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
      "counting"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
