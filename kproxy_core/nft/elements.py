@@ -58,8 +58,8 @@ class Element(NamedTuple):
     timeout: int = 0
     """Timeout in milliseconds, where it is not that of the container."""
     expressions: tuple[bytes, ...] = ()
-    """Encoded expressions that run when the key is looked up, such as a counter, or a limit, which decides
-    whether the element matches."""
+    """Those that run when the key is looked up, encoded as the kernel lists them: a counter, or a limit,
+    which decides whether the element matches."""
     object: str = ""
     """In a map of stateful objects: the name of one."""
 
@@ -136,14 +136,14 @@ def plain_lists(keys: Sequence[bytes], data: Sequence[Data]) -> Iterator[bytes]:
     *data* are None in a set, and where the kernel needs the keys only. Raises TooLong.
     """
     key_sizes = set(map(len, keys))
-    if len(key_sizes) > 1:
+    if len(key_sizes) > 1 or 0 in key_sizes:
         encoded = [encode_element(Element(key, value)) for key, value in zip(keys, data, strict=True)]
     elif set(map(type, data)) == {bytes} and len(sizes := set(map(len, data))) == 1:  # type: ignore[arg-type]
         yield from _lists_of_values(keys, data, *key_sizes, *sizes)  # type: ignore[arg-type]
         return
     else:  # These share few data.
         (key_size,) = key_sizes
-        ends = {value: _ends(key_size, _encode_data(value)) for value in set(data)}
+        ends = {value: _ends(key_size, value) for value in set(data)}
         around = map(ends.__getitem__, data)
         encoded = [head + key + tail for key, (head, tail) in zip(keys, around, strict=True)]
     yield from (element_list(*encoded[part]) for part in fitting(encoded))
@@ -153,7 +153,7 @@ def _lists_of_values(
     keys: Sequence[bytes], values: Sequence[bytes], key_size: int, size: int
 ) -> Iterator[bytes]:
     """Encode elements whose keys and values have one size each, as in most maps."""
-    head, rest = _ends(key_size, _encode_data(bytes(size)))
+    head, rest = _ends(key_size, bytes(size))
     tail = bytes(-size % 4)
     middle = rest[: len(rest) - len(tail) - size]
     for part in fitting_alike(len(keys), len(head) + key_size + len(rest)):
@@ -161,22 +161,18 @@ def _lists_of_values(
         yield element_list(b"".join(chain.from_iterable(columns)))
 
 
-def _ends(key_size: int, data: bytes) -> tuple[bytes, bytes]:
-    """Return what stands before and behind the key of an element with encoded *data*."""
-    key = attribute(_VALUE, bytes(key_size))
-    whole = nested(1, nested(_KEY, key), data)
-    at = _HEADS + key_size
-    return whole[:_HEADS], whole[at:]
+@lru_cache(maxsize=4096)  # bounded, because Services may own chains
+def _ends(key_size: int, data: Data) -> tuple[bytes, bytes]:
+    """Return what stands before and behind the key of an element."""
+    encoded = encode_element(Element(bytes(key_size), data))
+    return encoded[:_HEADS], encoded[_HEADS + key_size :]
 
 
 _HEADS: Final = 12
 """Bytes before a key: the headers of the element, the key and the value."""
 
 
-@lru_cache(maxsize=4096)  # bounded, because Services may own chains
-def _encode_data(data: Data) -> bytes:
-    if data is None:
-        return b""
+def _encode_data(data: bytes | Verdict) -> bytes:
     return nested(_DATA, data.encode() if isinstance(data, Verdict) else attribute(_VALUE, data))
 
 
@@ -186,6 +182,7 @@ def element_request(family: Family, table: str, container: str, kind: int, eleme
     return NetlinkRequest(kind, flags, payload(family, names_of(table, container), elements))
 
 
+@lru_cache
 def names_of(table: str, container: str) -> bytes:
     """Encode the attributes that name a container in messages about its elements."""
     return text_attribute(1, table) + text_attribute(2, container)
@@ -282,14 +279,14 @@ def _lists(span: Span) -> Iterator[Span]:
 def _parse_element(data: bytes, start: int, end: int) -> Element:
     found = attributes(data, start, end)
     flags = int.from_bytes(found.get(_FLAGS, b""), "big")
-    expressions = tuple(found[_EXPRESSION] for _ in range(_EXPRESSION in found))
-    if _EXPRESSIONS in found:
-        listed = found[_EXPRESSIONS]
-        expressions = tuple(listed[first:last] for _, first, last in attribute_spans(listed, 0, len(listed)))
+    listed = found.get(_EXPRESSIONS, b"")
+    expressions = [listed[first:last] for _, first, last in attribute_spans(listed, 0, len(listed))]
+    if _EXPRESSION in found:
+        expressions.append(found[_EXPRESSION])
     key, last = (attributes(found.get(kind, b"")).get(_VALUE, b"") for kind in (_KEY, _LAST))
     return Element(
         key, _parse_data(found[_DATA]) if _DATA in found else None, last, bool(flags & _END),
-        int.from_bytes(found.get(_TIMEOUT, b""), "big"), expressions, text(found.get(_OBJECT, b"")))
+        int.from_bytes(found.get(_TIMEOUT, b""), "big"), tuple(expressions), text(found.get(_OBJECT, b"")))
 
 
 def _parse_data(data: bytes) -> Data:
@@ -339,7 +336,10 @@ def _measure(
     data: bytes, start: int, end: int, shape: _Shape, same: list[tuple[int, int]],
     columns: dict[str, tuple[int, int]],
 ) -> bool:
-    """Find the bytes that all elements of *shape* share, and the columns; return False without a key."""
+    """Find the bytes that elements of *shape* share, and the columns, of which the key is the first.
+
+    Return False for other shapes.
+    """
     for kind, first, last in attribute_spans(data, start, end):
         same.append((first - 4, first))
         inner = shape.get(kind)
@@ -350,27 +350,33 @@ def _measure(
             if data[first:last] != inner:
                 return False
         elif isinstance(inner, str):
-            if inner != _ANY:
-                columns[inner] = first, last
+            if inner == _ANY:
+                continue
+            if len(columns) != (inner != "key") or (inner == "packets" and last - first != 8):
+                return False
+            columns[inner] = first, last
         elif not _measure(data, first, last, inner, same, columns):
             return False
     first, last = columns.get("key", (0, 0))
     return first < last
 
 
-def _with_keys_alike(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, Found]]:
-    """Yield the elements of a list of verdicts: these have keys of one size, and share few values."""
+def _with_keys_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Found]]:
+    """Return the elements of a list of verdicts: these have keys of one size, and share few values."""
     first_key = _parse_element(data, start + 4, start + _ATTRIBUTE.unpack_from(data, start)[0]).key
-    head = attribute(_KEY | NLA_F_NESTED, attribute(_VALUE, first_key))[:8]
+    head = attribute(_KEY | NLA_F_NESTED, attribute(_VALUE, first_key))[:8] if first_key else b""
     key_end = 8 + len(first_key)
     behind = key_end + -key_end % 4
+    rows: list[tuple[bytes, Found]] = []
     for _, first, last in attribute_spans(data, start, end):
-        if first_key and data[first : first + 8] == head:
-            key, found = data[first + 8 : first + key_end], _parse_behind_key(data[first + behind : last])
-            yield key, found._replace(key=key) if isinstance(found, Element) else found
-        else:
+        if data[first : first + 8] != head:
             element = _parse_element(data, first, last)
-            yield element.key, _found(element) if element.key else element
+            rows.append((element.key, _found(element) if element.key else element))
+            continue
+        found = _parse_behind_key(data[first + behind : last])
+        key = data[first + 8 : first + key_end]
+        rows.append((key, found._replace(key=key) if type(found) is Element else found))
+    return rows
 
 
 @lru_cache(maxsize=4096)
