@@ -113,7 +113,7 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
 
     None for an element that only another process may have added.
     """
-    key, data, last = element[:3]
+    key, data, last = element.key, element.data, element.last or element.key
     addresses, rest = key[:-_PROTOCOL_AND_PORT.size], key[-_PROTOCOL_AND_PORT.size:]
     size = family.size
     if not isinstance(data, bytes) or len(data) != _PORT.size or len(rest) != _PROTOCOL_AND_PORT.size or (
@@ -124,8 +124,10 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
         return None
     address, source = addresses, None
     if name == RANGED_VIPS:
+        if last[size:] != key[size:]:  # A range of addresses or ports.
+            return None
         network, address = addresses[:size], addresses[size:]
-        differing = int.from_bytes(network, "big") ^ int.from_bytes((last or key)[:size], "big")
+        differing = int.from_bytes(network, "big") ^ int.from_bytes(last[:size], "big")
         source = Cidr(Address(network), size * 8 - differing.bit_length())
     portal = Portal(Protocol(protocol), Address(address) if address else None, port, "", source=source)
     return Redirect(portal, *_PORT.unpack(data))
