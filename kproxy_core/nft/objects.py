@@ -23,7 +23,7 @@ from kproxy_core.nft.elements import (
     Element,
     element_list,
     element_request,
-    element_text,
+    element_texts,
     elements_of,
     encode_element,
 )
@@ -417,7 +417,6 @@ def _ordered(elements: Iterable[Element]) -> list[Element]:
 
 
 def _entries(container: Container, elements: Iterable[Element]) -> list[tuple[str, bytes]]:
-    return [
-        (element_text(container.key, container.value, element), encode_element(element))
-        for element in elements
-    ]  # fmt: skip
+    elements = list(elements)
+    shown = element_texts(container.key, container.value, elements)
+    return list(zip(shown, map(encode_element, elements), strict=True))

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
-from kproxy_core.nft.elements import Element, element_text
+from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.transaction import completion
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
@@ -136,7 +136,8 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
 def nft_element_text(redirect: Redirect, family: Family) -> str:
     name, element = nft_element(redirect)
     (container,) = (each for each in nft_maps(family) if each.name == name)
-    return element_text(container.key, container.value, element)
+    (shown,) = element_texts(container.key, container.value, [element])
+    return shown
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> list[Command]:
