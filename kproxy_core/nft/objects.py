@@ -130,6 +130,10 @@ class Table(NamedTuple):
         return self._command(
             f"add table {self.where}{shown}", _NEWTABLE, *_encoded(self.attributes()), flags=NLM_F_CREATE)
 
+    def wake(self) -> Command:
+        """Put the rules of a dormant table into effect. The table must exist."""
+        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: _u32(0)}))
+
     def delete(self) -> Command:
         """Delete the table, which must exist."""
         return self._command(f"delete table {self.where}", _DELTABLE)
@@ -314,7 +318,13 @@ _VERDICTS = 0xFFFFFF00
 
 
 def container_attributes(container: Container) -> Attributes:
-    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later."""
+    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later.
+
+    Raises ValueError if it is declared by fields and types: nft aborts when it lists such a map.
+    """
+    parts = [part for part in (*container.key, *container.value) if part != VERDICT]
+    if len({isinstance(part, Field) for part in parts}) > 1:
+        raise ValueError(f"{container.name} is declared by fields and types: nft knows one or the other")
     flags = (
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)

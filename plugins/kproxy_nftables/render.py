@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from kproxy_core.contract import Preview, SyncFailed, TrustLost, Update
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Family, Preview, SyncFailed, TrustLost, Update
 from kproxy_core.nft.elements import Element, PlainElement, element_texts
 from kproxy_core.nft.messages import commands_text
 from kproxy_core.nft.objects import Container, Layout

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_core.contract import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.transaction import completion
