@@ -8,13 +8,14 @@ linux/netfilter/nf_tables.h, and of linux/netfilter/xt_*.h for rules of iptables
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from kproxy_core.model import address as net
 from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import Malformed, attribute_spans, attributes, text
-from kproxy_core.nft.rules import Attributes, Expression, HeldRule
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.rules import Attributes, Expression, HeldRule, Verdict, parse_verdict
 
 
 class Interface(NamedTuple):
@@ -62,26 +63,6 @@ class BaseChain(NamedTuple):
     """Packets that met the policy; None: not counted."""
 
 
-class VerdictOf(NamedTuple):
-    """The verdict of a rule or of an element."""
-
-    code: int
-    chain: str = ""
-
-
-class SetElement(NamedTuple):
-    """An element of a set or map."""
-
-    key: bytes
-    last: bytes
-    """The last key of an interval of concatenated keys; b"" else."""
-    is_end: bool
-    """The first key behind an interval."""
-    is_catch_all: bool
-    value: bytes
-    verdict: VerdictOf | None
-
-
 class HeldSet(NamedTuple):
     """A set or map that the kernel lists."""
 
@@ -90,12 +71,12 @@ class HeldSet(NamedTuple):
     is_interval: bool
     parts: tuple[int, ...]
     """Bytes of each part of a concatenation of intervals; () else."""
-    elements: Sequence[SetElement]
+    elements: Sequence[Element]
 
-    def find(self, value: bytes) -> SetElement | None:
+    def find(self, value: bytes) -> Element | None:
         """Return the element whose key is *value*, or whose interval holds it."""
-        keyed = [each for each in self.elements if not each.is_catch_all]
-        for_all = next((each for each in self.elements if each.is_catch_all), None)
+        keyed = [each for each in self.elements if each.key]
+        for_all = next((each for each in self.elements if not each.key), None)
         if self.parts:
             return next((each for each in keyed if self._holds(each, value)), for_all)
         if not self.is_interval:
@@ -106,7 +87,7 @@ class HeldSet(NamedTuple):
             default=None)
         return nearest if nearest is not None and not nearest.is_end else for_all
 
-    def _holds(self, element: SetElement, value: bytes) -> bool:
+    def _holds(self, element: Element, value: bytes) -> bool:
         at, last = 0, element.last or element.key
         for size in self.parts:
             if not element.key[at : at + size] <= value[at : at + size] <= last[at : at + size]:
@@ -277,7 +258,7 @@ class _Walk:
         return False
 
     def _apply(
-        self, verdict: VerdictOf, name: str, number: int, rule: HeldRule, run: "_Run", why: tuple[str, ...],
+        self, verdict: Verdict, name: str, number: int, rule: HeldRule, run: "_Run", why: tuple[str, ...],
     ) -> bool | None:
         """Apply the verdict of a rule. None: the next rule decides; else as `_chain`."""
         if verdict.code == _DROP:
@@ -310,19 +291,10 @@ def _data(value: bytes) -> bytes:
     return attributes(value).get(1, b"")
 
 
-def parse_verdict(data: bytes) -> VerdictOf | None:
-    """Return the verdict in the attribute that holds data of a rule or of an element; None: other data."""
-    found = attributes(data).get(2)
-    if found is None:
-        return None
-    parts = attributes(found)
-    return VerdictOf(int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b"")))
-
-
 _INTERVAL = 4
 
 
-def parse_held_set(found: Attributes, elements: Sequence[SetElement]) -> HeldSet:
+def parse_held_set(found: Attributes, elements: Sequence[Element]) -> HeldSet:
     """Return a set with its listed attributes."""
     fields = attributes(found.get(9, b"")).get(2, b"")
     spans = attribute_spans(fields, 0, len(fields))
@@ -346,19 +318,6 @@ def parse_base_chain(family: str, found: Attributes) -> BaseChain | None:
 _HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting")
 
 
-def parse_set_elements(data: bytes, start: int, end: int) -> Iterator[SetElement]:
-    """Yield the elements in a message about them."""
-    for kind, first, last in attribute_spans(data, start, end):
-        if kind == 3:
-            for _, at, behind in attribute_spans(data, first, last):
-                found = attributes(data, at, behind)
-                flags = _u32(found.get(3, b""))
-                value = found.get(2, b"")
-                yield SetElement(
-                    _data(found.get(1, b"")), _data(found.get(10, b"")), bool(flags & 1), bool(flags & 2),
-                    _data(value), parse_verdict(value))
-
-
 class _Run:
     """The run of one rule's expressions. Registers are words of four bytes, None where not known."""
 
@@ -371,9 +330,9 @@ class _Run:
         self.rejects = False
         self._words: _Words = {}
         self._problems: dict[str, None] = {}
-        self._verdict = VerdictOf(_CONTINUE)
+        self._verdict = Verdict(_CONTINUE)
 
-    def verdict(self, expressions: Sequence[Expression]) -> tuple[VerdictOf | None, tuple[str, ...]]:
+    def verdict(self, expressions: Sequence[Expression]) -> tuple[Verdict | None, tuple[str, ...]]:
         """Return the verdict, None if the rule does not match, and what makes it unclear whether it does."""
         try:
             for expression in expressions:
@@ -529,19 +488,20 @@ class _Run:
         if (element is None) is not bool(_u32(found.get(5, b"")) & 1):
             raise _Broken
         if element is not None and 3 in found:
-            if element.verdict is not None:
-                self._verdict = element.verdict
+            if isinstance(element.data, Verdict):
+                self._verdict = element.data
             else:
-                self._store(found[3], element.value, len(element.value))
+                value = element.data or b""
+                self._store(found[3], value, len(value))
 
     def _counter(self, found: Attributes) -> None:
         self.packets = _u32(found.get(2, b""))
 
     def _reject(self, found: Attributes) -> None:
-        self.rejects, self._verdict = True, VerdictOf(_DROP)
+        self.rejects, self._verdict = True, Verdict(_DROP)
 
     def _queue(self, found: Attributes) -> None:
-        self._verdict = VerdictOf(_QUEUE)
+        self._verdict = Verdict(_QUEUE)
 
     def _object(self, found: Attributes) -> None:
         if _u32(found.get(1, b"")) in (2, 4):
@@ -563,9 +523,9 @@ class _Run:
     def _target(self, found: Attributes) -> None:
         name = text(found[1])
         if name == "REJECT":
-            self.rejects, self._verdict = True, VerdictOf(_DROP)
+            self.rejects, self._verdict = True, Verdict(_DROP)
         elif name == "NFQUEUE":
-            self._verdict = VerdictOf(_QUEUE)
+            self._verdict = Verdict(_QUEUE)
         elif name in ("MARK", "CONNMARK"):
             self.mark = None
 

@@ -72,7 +72,7 @@ PLUGINS_MAY_IMPORT = frozenset({"contract", *(module.split(".")[1] for module in
 """The rooms with public names."""
 
 PURE_MODULES = frozenset(
-    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
+    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
      "counting"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
