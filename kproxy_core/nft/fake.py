@@ -1206,7 +1206,7 @@ class FakeKernel:
         self._faults: list[_Fault] = []
         self._interrupted = 0
         self._lost_commits = 0
-        self._lost_answers: list[int] = []
+        self._lost_answers: list[tuple[int, int]] = []
         self._entered = ExitStack()
         self.author = os.getpid(), _own_name()
         """Process id and name that commits are announced with."""
@@ -1257,10 +1257,14 @@ class FakeKernel:
         with self.lock:
             self._faults.append(_Fault(code, kind, after, times))
 
-    def lose_answers(self, after: int = 0) -> None:
-        """Let the buffer of the next socket that is answered overflow after *after* datagrams (ENOBUFS)."""
+    def lose_answers(self, *, kind: int = 0, after: int = 0) -> None:
+        """Let a socket's buffer overflow after *after* datagrams of answers (ENOBUFS); the others are lost.
+
+        They are those to the next request of *kind*, or 0: of any. BATCH_BEGIN: to the next transaction,
+        which is run.
+        """
         with self.lock:
-            self._lost_answers.append(after)
+            self._lost_answers.append((kind, after))
 
     def lose_notifications(self, commits: int = 1) -> None:
         """Let the buffers of all listening sockets overflow at the next *commits* (ENOBUFS)."""
@@ -1293,11 +1297,10 @@ class FakeKernel:
         with self.lock:
             found = list(netlink.messages(data))
             if found and found[0][0] == BATCH_BEGIN:
-                answers = self._run(sock, data, found)
-                sock.put(answers)
+                sock.put(BATCH_BEGIN, self._run(sock, data, found))
                 return
             for kind, flags, sequence, start, end in found:
-                sock.put(self._answer(sock, data, (kind, flags, sequence, start, end)))
+                sock.put(kind, self._answer(sock, data, (kind, flags, sequence, start, end)))
 
     def _run(self, sock: "FakeSocket", data: bytes, found: Sequence[_Message]) -> list[bytes]:
         kind, flags, sequence, start, end = found[0]
@@ -1480,9 +1483,13 @@ class FakeKernel:
 
         return (part for part in parts() if part)
 
-    def lost_answers(self) -> int | None:
-        """Take the order for lost answers, if there is one."""
-        return self._lost_answers.pop(0) if self._lost_answers else None
+    def take_loss(self, kind: int) -> int | None:
+        """Return after how many datagrams the answers to a request of *kind* are lost; None: they are not."""
+        for at, (lost, after) in enumerate(self._lost_answers):
+            if lost in (0, kind):
+                del self._lost_answers[at]
+                return after
+        return None
 
     def forget(self, sock: "FakeSocket") -> None:
         """Delete the tables that *sock* owns, or leave those to anybody that outlive it."""
@@ -1665,10 +1672,10 @@ class FakeSocket:
             self._show_readiness()
             return data[:size]
 
-    def put(self, answers: Iterable[bytes]) -> None:
-        """Queue *answers*; those of a dump are made when they are received."""
-        if (lost := self._kernel.lost_answers()) is not None:
-            for data in islice(answers, lost):
+    def put(self, kind: int, answers: Iterable[bytes]) -> None:
+        """Queue *answers* to a request of *kind*; those of a dump are made when they are received."""
+        if (after := self._kernel.take_loss(kind)) is not None:
+            for data in islice(answers, after):
                 self._push(data)
             self._queue.append(_LOST)
         elif isinstance(answers, list):
