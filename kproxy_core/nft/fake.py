@@ -421,7 +421,8 @@ def _parts(messages: Iterable[bytes]) -> Iterator[bytes]:
             yield part
             part = b""
         part += each
-    yield part
+    if part:
+        yield part
 
 
 # Rules and elements of requests.
@@ -1410,6 +1411,8 @@ class FakeKernel:
             if kind == GETGEN:
                 answers.append(self._message(NEWGEN, 0, sequence, sock.port, 0, self._generation_shown()))
             elif flags & NLM_F_DUMP == NLM_F_DUMP:
+                if sock.is_dumping:
+                    raise _refusal(errno.EBUSY)
                 return self._dump(sock, request)
             else:
                 answers.extend(
@@ -1481,7 +1484,7 @@ class FakeKernel:
                 HEADER.size + 4, NLMSG_DONE, _NLM_F_MULTI | more, request.sequence, sock.port
             ) + bytes(4)
 
-        return (part for part in parts() if part)
+        return parts()
 
     def take_loss(self, kind: int) -> int | None:
         """Return after how many datagrams the answers to a request of *kind* are lost; None: they are not."""
@@ -1624,7 +1627,8 @@ class FakeSocket:
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._is_overrun = False
-        self._dump: Iterator[bytes] = iter(())
+        self._dump: Iterator[bytes] | None = None
+        """The parts of a dump that are not queued yet."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -1660,8 +1664,6 @@ class FakeSocket:
                 self._show_readiness()
                 raise _refusal(errno.ENOBUFS)
             if not self._queue:
-                self._push(next(self._dump, b""))
-            if not self._queue:
                 self._show_readiness()
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             data = self._queue.popleft()
@@ -1669,6 +1671,7 @@ class FakeSocket:
                 self._show_readiness()
                 raise _refusal(errno.ENOBUFS)
             self._queued -= len(data)
+            self._continue_dump()
             self._show_readiness()
             return data[:size]
 
@@ -1683,7 +1686,21 @@ class FakeSocket:
                 self._push(data)
         else:
             self._dump = iter(answers)
+            self._continue_dump()
         self._show_readiness()
+
+    @property
+    def is_dumping(self) -> bool:
+        return self._dump is not None
+
+    def _continue_dump(self) -> None:
+        """Queue the next part of a dump. As in Linux, it is made when the one before it is received."""
+        if self._dump is not None:
+            data = next(self._dump, None)
+            if data is None:
+                self._dump = None
+            else:
+                self._push(data)
 
     def hear(self, datagrams: Iterable[bytes], *, is_lost: bool) -> None:
         """Queue notifications, unless they are lost or the socket's filter drops them."""
@@ -1696,8 +1713,6 @@ class FakeSocket:
         self._show_readiness()
 
     def _push(self, data: bytes) -> None:
-        if not data:
-            return
         if self._queued + len(data) > self._receive_space:
             self._is_overrun = True
             return

@@ -1,5 +1,6 @@
 """The kernel in memory answers, lists and announces what Linux does, request by request."""
 
+import errno
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -676,6 +677,82 @@ def test_objects_are_read_as_from_the_kernel(name: str, flags: int) -> None:
         return [room.ask(kind, flags, NFGENMSG.pack(family, 0, 0) + body) for family in (_IP, 10, 0)]
 
     assert_alike(act)
+
+
+def test_a_listener_hears_all_but_the_ports_that_it_ignores() -> None:
+    def act(room: Room) -> list[Any]:
+        one = room.open(groups=[COMMITS_GROUP], ignore=[room.writer.port])
+        both = room.open(groups=[COMMITS_GROUP], ignore=[room.writer.port, room.other.port])
+        room.run(BASE)
+        room.run([chain("y")], by="other")
+        return [list(_joined(read(sock))) for sock in (one, both)]
+
+    assert_alike(act)
+
+
+def test_a_commit_during_a_dump_marks_it_as_interrupted() -> None:
+    def act(room: Room) -> list[Any]:
+        room.run([*BASE, container("s"), elements("s", *(Element(key(n)) for n in range(2500)))])
+        found = []
+        for commits in (False, True):
+            of = NFGENMSG.pack(_IP, 0, 0) + NAMED + text_attribute(2, "s")
+            room.writer._socket.send(message(GETSETELEM, NLM_F_DUMP, of, 7))
+            first = room.writer.receive()
+            assert first
+            if commits:
+                room.run([chain("y")], by="other")
+            rest = [each for data in iter(room.writer.receive, b"") for each in netlink.messages(data)]
+            found.append(any(flags & netlink.NLM_F_DUMP_INTR for _, flags, *_ in rest))
+        return found
+
+    assert_alike(act)
+
+
+def test_a_second_dump_before_the_end_of_the_first_is_refused() -> None:
+    def act(room: Room) -> list[Any]:
+        room.run([*BASE, container("s"), elements("s", *(Element(key(n)) for n in range(2500)))])
+        of = NFGENMSG.pack(_IP, 0, 0) + NAMED + text_attribute(2, "s")
+        for sequence in (7, 8):
+            room.writer._socket.send(message(GETSETELEM, NLM_F_DUMP, of, sequence))
+        return [sorted({each[:2] for each in read(room.writer) if each[0] != NEWSETELEM})]
+
+    assert_alike(act)
+
+
+def test_a_message_longer_than_the_buffer_is_refused() -> None:
+    def act(room: Room) -> list[Any]:
+        with pytest.raises(OSError, match="too long"):
+            room.writer._socket.send(bytes(room.writer.send_limit * 2))
+        return [room.run(BASE)]
+
+    assert_alike(act)
+
+
+def test_a_listener_that_does_not_read_loses_notifications_and_is_told_once() -> None:
+    def act(room: Room) -> list[Any]:
+        listener = room.open(groups=[COMMITS_GROUP])
+        room.run([*BASE, container("s"), elements("s", *(Element(key(n)) for n in range(3000)))])
+        for _ in range(3):
+            room.run([delete(DELSETELEM, "s")])
+            room.run([elements("s", *(Element(key(n)) for n in range(3000)))])
+        found = [listener.pending()[1]]
+        room.run([chain("y")])
+        return [*found, listener.pending()[1]]
+
+    assert_alike(act)
+
+
+def test_faults_meet_the_requests_they_are_meant_for() -> None:
+    with FakeKernel() as kernel, NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        kernel.refuse(errno.ENOMEM, kind=fake.NEWCHAIN, after=1, times=2)
+        refused = sock.transact(*transaction([table(), *map(chain, "abcd")]))
+        assert refused == [(4, errno.ENOMEM), (5, errno.ENOMEM)]
+        assert sock.transact(*transaction([table(), *map(chain, "abcd")])) == []
+        kernel.lose_answers(kind=GETTABLE, after=1)
+        assert sock.request(GETCHAIN, 0, NFGENMSG.pack(_IP, 0, 0) + NAMED + text_attribute(3, "a"))
+        with pytest.raises(OSError, match="No buffer space"):
+            sock.request(GETTABLE, 0, NFGENMSG.pack(_IP, 0, 0) + NAMED)
+        assert sock.request_one(GETTABLE, NFGENMSG.pack(_IP, 0, 0) + NAMED)
 
 
 # Transactions of any requests over few names.
