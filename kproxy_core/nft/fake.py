@@ -288,27 +288,33 @@ class _Table:
 
     def check_valid(self) -> None:
         """Raise the error for rules that lead too deep, or do not work at their hook."""
-        for chain in self.chains.values():
-            if chain.hook is not None:
-                self._check(chain, chain, 0)
+        led_to = {
+            "chain": {name: {name} for name in self.chains},
+            "set": {
+                each.name: {str(of) for element in each.elements.values() for _, of in element.uses}
+                for each in self.sets.values() if each.data_type == _VERDICTS
+            },
+        }  # fmt: skip
+        for base in self.chains.values():
+            if base.hook is not None:
+                chains = {base.name}
+                for _ in range(_JUMPS):
+                    found = set[str]()
+                    for name in chains:
+                        self._check_places(self.chains[name], base)
+                        for kind, of in (use for rule in self.chains[name].rules for use in rule.uses):
+                            found |= led_to.get(kind, {}).get(str(of), set())
+                    chains = found
+                if chains:
+                    raise _refusal(errno.EMLINK)
 
-    def _check(self, chain: _Chain, base: _Chain, depth: int) -> None:
-        if depth == _JUMPS:
-            raise _refusal(errno.EMLINK)
+    def _check_places(self, chain: _Chain, base: _Chain) -> None:
         assert base.hook is not None
-        for rule in chain.rules:
-            for name in rule.limited:
-                shape = _SHAPES[name]
-                is_elsewhere = shape.hooks is not None and base.hook[0] not in shape.hooks
-                if is_elsewhere or (shape.is_nat and base.type != b"nat\0"):
-                    raise _refusal(errno.EOPNOTSUPP)
-            for kind, of in rule.uses:
-                found = [(kind, of)]
-                if kind == "set":
-                    found = [use for each in self.sets[str(of)].elements.values() for use in each.uses]
-                for target, name_ in found:
-                    if target == "chain":
-                        self._check(self.chains[str(name_)], base, depth + 1)
+        for name in (name for rule in chain.rules for name in rule.limited):
+            shape = _SHAPES[name]
+            is_elsewhere = shape.hooks is not None and base.hook[0] not in shape.hooks
+            if is_elsewhere or (shape.is_nat and base.type != b"nat\0"):
+                raise _refusal(errno.EOPNOTSUPP)
 
 
 _TableKey = tuple[int, str]
@@ -673,6 +679,8 @@ class _Transaction:
         """The tables that are copies already."""
         self._updated: set[_TableKey] = set()
         """The tables that can no longer become dormant or awake (nft_table_pending_update)."""
+        self._switched: set[_TableKey] = set()
+        """The tables that became dormant or awake; those take no new base chain (nf_tables_addchain)."""
 
     def run(self, request: _Request) -> None:
         """Raises OSError with the kernel's error number."""
@@ -754,6 +762,7 @@ class _Transaction:
             raise _refusal(errno.EINVAL)
         if (flags ^ table.flags) & DORMANT:
             self._updated.add(key)
+            self._switched.add(key)
         if flags & OWNER:
             table.owner = self._port
         table.flags = flags
@@ -777,8 +786,8 @@ class _Transaction:
                 raise _refusal(errno.EBUSY)
             self._flush_table(request._replace(family=key[0]), table)
             del self.tables[key]
-            self._own.discard(key)
             self._updated.discard(key)
+            self._switched.discard(key)
 
     def _flush_table(self, request: _Request, table: _Table) -> None:
         for chain in table.chains.values():
@@ -813,6 +822,8 @@ class _Transaction:
         if chain is not None:
             self._update_chain(request, table, chain)
             return
+        if 4 in found and (table.family, table.name) in self._switched:
+            raise _refusal(errno.EINVAL)
         hook = _hook(found, table.family) if 4 in found else None
         if hook is None and _u32(found, 10):
             raise _refusal(errno.EINVAL)
