@@ -31,7 +31,7 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.netlink import sockets as netlink
 from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
-from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.netlink.sockets import NetlinkSocket, RawSocket
 from kproxy_core.nft import transaction
 from kproxy_core.nft.interpret import FilteredPacket, Interface, drops
 from kproxy_core.nft.listing import ListedFilters
@@ -105,7 +105,7 @@ def _headers(data: bytes) -> Iterator[tuple[int, int, int, int]]:
 class Recorder:
     """A netlink socket that keeps the answers to each request on a tape."""
 
-    def __init__(self, real: socket.socket, tape: _Tape) -> None:
+    def __init__(self, real: RawSocket, tape: _Tape) -> None:
         self._real = real
         self._tape = tape
 
@@ -277,7 +277,7 @@ def test_readers_return_a_value_or_raise_an_error_that_they_name(
 
     def recorded(*args: Any, **kwargs: Any) -> NetlinkSocket:
         made = really_open(*args, **kwargs)
-        made._socket = Recorder(made._socket, tape)  # type: ignore[assignment]
+        made._socket = Recorder(made._socket, tape)
         return made
 
     monkeypatch.setattr(NetlinkSocket, "open", recorded)
