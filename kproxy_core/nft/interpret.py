@@ -1,50 +1,64 @@
-"""The way of a packet through filter chains of other programs, as the kernel lists them. Pure.
+"""The way of a packet through the rules of nf_tables, as the kernel lists them. Pure.
 
-Firewalls write more kinds of rules than are known here. Where one is not understood, the packet is followed
-both as if the rule matched and as if it did not, and the result says so. Attributes are those of
-linux/netfilter/nf_tables.h, and of linux/netfilter/xt_*.h for rules of iptables.
+    ruleset -> base chains in their order -> rules -> expressions -> the places where the packet may end
+
+An expression matches, does not match, or depends on what cannot be known before: a limit, a quota, a random
+number, a set that other packets fill, a field that is not known, an expression of a newer kernel. Then the
+packet is followed both ways, and each end says what it depends on. Chains of the families ``netdev`` and
+``bridge``, and of hook ``ingress``, are named and not followed. Attributes are those of
+linux/netfilter/nf_tables.h; the effects are those of Linux 6.18.
 """
 
+import enum
 import re
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, NamedTuple, Protocol, Self
 
 from kproxy_core.model import address as net
 from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import Malformed, attribute_spans, attributes, text
+from kproxy_core.nft import xt
+from kproxy_core.nft.packet import (
+    ACCEPT,
+    BREAK,
+    CONTINUE,
+    DROP,
+    GOTO,
+    JUMP,
+    LOOPBACK,
+    NO_INTERFACE,
+    QUEUE,
+    RETURN,
+    RTN_ANYCAST,
+    RTN_BROADCAST,
+    RTN_LOCAL,
+    RTN_MULTICAST,
+    RTN_UNICAST,
+    STOLEN,
+    UNKNOWN,
+    Answer,
+    Bytes,
+    Connection,
+    Depends,
+    Flow,
+    Interface,
+    Node,
+    Number,
+    Packet,
+    Route,
+    Seen,
+    Share,
+    Status,
+    Tracking,
+    Translation,
+    done,
+    known_bytes,
+    translated,
+)
 from kproxy_core.nft.rules import Attributes, Expression, HeldRule
-
-
-class Interface(NamedTuple):
-    name: str
-    number: int
-
-
-NO_INTERFACE: Final = Interface("", 0)
-"""That of a packet which did not arrive, or which is not going to leave."""
-
-
-class FilteredPacket(NamedTuple):
-    """The first packet of a connection at one hook. None: not known."""
-
-    family: Family
-    protocol: net.Protocol
-    source: Address | None
-    destination: Address | None
-    port: int | None
-    """Destination port."""
-    input: Interface | None
-    output: Interface | None
-    dialled: Address | None
-    """The destination before any translation, and its port."""
-    dialled_port: int | None
-    is_translated: bool
-    is_from_node: bool
-    is_to_node: bool
-    mark: int | None = 0
-    """At the first hook, behind the translation, which may set it. Chains may change it on the way."""
+from kproxy_core.nft.xt import Sight
 
 
 class BaseChain(NamedTuple):
@@ -55,6 +69,7 @@ class BaseChain(NamedTuple):
     table: str
     name: str
     type: str
+    """``filter``, ``nat`` or ``route``."""
     hook: str
     priority: int
     drops_by_policy: bool
@@ -80,6 +95,8 @@ class SetElement(NamedTuple):
     is_catch_all: bool
     value: bytes
     verdict: VerdictOf | None
+    expressions: tuple[str, ...] = ()
+    """The names of those that each packet runs which finds the element."""
 
 
 class HeldSet(NamedTuple):
@@ -91,13 +108,17 @@ class HeldSet(NamedTuple):
     parts: tuple[int, ...]
     """Bytes of each part of a concatenation of intervals; () else."""
     elements: Sequence[SetElement]
+    is_filled_by_packets: bool = False
+    """Rules add elements."""
+    object_type: int = 0
+    """In a map of objects: NFT_OBJECT_*."""
 
     def find(self, value: bytes) -> SetElement | None:
         """Return the element whose key is *value*, or whose interval holds it."""
         keyed = [each for each in self.elements if not each.is_catch_all]
         for_all = next((each for each in self.elements if each.is_catch_all), None)
         if self.parts:
-            return next((each for each in keyed if self._holds(each, value)), for_all)
+            return next((each for each in keyed if self._may_hold(each, tuple(value))), for_all)
         if not self.is_interval:
             return next((each for each in keyed if each.key == value), for_all)
         # At the same key, one interval may end and the next one start.
@@ -106,27 +127,1266 @@ class HeldSet(NamedTuple):
             default=None)
         return nearest if nearest is not None and not nearest.is_end else for_all
 
-    def _holds(self, element: SetElement, value: bytes) -> bool:
+    def candidates(self, value: Bytes) -> tuple[list[SetElement], bool]:
+        """Return the elements that a *value* with unknown bytes may find, and whether it may find none."""
+        keyed = [each for each in self.elements if not each.is_catch_all and not each.is_end]
+        for_all = [each for each in self.elements if each.is_catch_all]
+        if self.is_interval and not self.parts:
+            return [*keyed, *for_all], not for_all
+        found = [each for each in keyed if self._may_hold(each, value)]
+        return [*found, *for_all], not for_all
+
+    def _may_hold(self, element: SetElement, value: Bytes) -> bool:
         at, last = 0, element.last or element.key
-        for size in self.parts:
-            if not element.key[at : at + size] <= value[at : at + size] <= last[at : at + size]:
+        for size in self.parts or (self.key_size,):
+            part = value[at : at + size]
+            known = known_bytes(part)
+            if known is None:
+                is_one = element.key[at : at + size] == last[at : at + size]
+                if is_one and not all(
+                        isinstance(mine, str) or mine == theirs
+                        for mine, theirs in zip(part, element.key[at : at + size], strict=False)):
+                    return False
+            elif not element.key[at : at + size] <= known <= last[at : at + size]:
                 return False
             at += -(-size // 4) * 4
         return True
 
 
-class Filters(Protocol):
+class Ruleset(Protocol):
     """The chains, rules and sets that the kernel lists. All raise OSError."""
 
     def base_chains(self) -> Sequence[BaseChain]:
-        """Return the chains at hooks that filter, and are in effect.
-
-        Those that translate are left out: iptables has no DROP there.
-        """
+        """Return the chains at hooks that are in effect, in the order in which the kernel lists them."""
 
     def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]: ...
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None: ...
+
+
+# The answer.
+
+
+class Fate(enum.Enum):
+    """The end of a packet's way."""
+
+    DELIVERED = "delivered"
+    """To this node's sockets."""
+    SENT = "sent"
+    """By an interface."""
+    DROPPED = "dropped"
+    REJECTED = "rejected"
+    """The sender is told."""
+    QUEUED = "queued"
+    """Another program decides."""
+    ANSWERED = "answered"
+    """In the place of the destination (synproxy)."""
+    UNROUTABLE = "no route"
+    UNKNOWN = "unknown"
+
+
+class Place(NamedTuple):
+    """A rule, or the policy of a base chain."""
+
+    family: str
+    table: str
+    chain: str
+    rule: int | None
+    """Position in the chain, from 1; None: the chain's policy."""
+    handle: int
+    """nft's handle of the rule; 0: none."""
+
+
+class Met(NamedTuple):
+    """A rule whose matches all apply to the packet."""
+
+    place: Place
+    is_certain: bool
+
+
+class Doubt(NamedTuple):
+    """A statement which may match or not."""
+
+    text: str
+    """``limit in rule 3 of chain input``."""
+    occurrence: int
+    """The statement may be met several times."""
+    matched: bool
+
+
+_Cube = frozenset[Doubt]
+_ALWAYS: Final[_Cube] = frozenset()
+
+
+class Chance(NamedTuple):
+    """When a packet takes a way: in one of several cases, each of which is a set of doubts, decided so.
+
+    Cases exclude each other. Each has the share of packets that take it, if its doubts are decided so.
+    """
+
+    cases: Mapping[_Cube, float]
+    random: frozenset[Doubt] = frozenset()
+    """The statements that choose packets at random."""
+
+    @property
+    def share(self) -> float:
+        """The share of packets, at most."""
+        return min(sum(self.cases.values()), 1.0)
+
+    @property
+    def is_certain(self) -> bool:
+        return self.cases.keys() == {_ALWAYS} and self.share > _ALL
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The statements on which it depends whether a packet takes this way."""
+        found = {each.text for case in self.cases for each in case}
+        return (*sorted(found), *(
+            sorted({each.text for each in self.random}) if self.share <= _ALL else ()))
+
+    def given(self, doubt: str, *, matched: bool) -> "Chance":
+        cases = {}
+        for case, share in self.cases.items():
+            times = sum(each.text == doubt for each in case)
+            cases[case | {Doubt(doubt, times, matched)}] = share
+        return Chance(cases, self.random)
+
+    def times(self, share: float, why: str, *, matched: bool = True) -> "Chance":
+        cases = {case: one * share for case, one in self.cases.items()}
+        return Chance(cases, self.random | {Doubt(why, 0, matched)})
+
+    def or_else(self, other: "Chance") -> "Chance":
+        """Return the chance of either way. They exclude each other."""
+        cases = dict(self.cases)
+        for case, share in other.cases.items():
+            cases[case] = cases.get(case, 0.0) + share
+        return Chance(_simplified(cases), self.random | other.random)
+
+
+_ALL: Final = 1 - 1e-6
+_MOST_CASES = 32
+
+
+def _simplified(cases: dict[_Cube, float]) -> Mapping[_Cube, float]:
+    """Join cases that differ in how one doubt is decided, and in nothing else."""
+    if len(cases) > _MOST_CASES:
+        return {frozenset(each for case in cases for each in case): min(sum(cases.values()), 1.0)}
+    found = True
+    while found and len(cases) > 1:
+        found = False
+        for case in list(cases):
+            for doubt in case:
+                other = case - {doubt} | {doubt._replace(matched=not doubt.matched)}
+                if case in cases and other in cases and abs(cases[case] - cases[other]) < 1e-9:
+                    share = cases.pop(case)
+                    del cases[other]
+                    joined = case - {doubt}
+                    cases[joined] = cases.get(joined, 0.0) + share
+                    found = True
+                    break
+    return cases
+
+
+CERTAIN: Final = Chance({_ALWAYS: 1.0})
+
+
+class Branch(NamedTuple):
+    """A packet on one of its ways."""
+
+    seen: Seen
+    chance: Chance
+    met: tuple[Met, ...] = ()
+    """In their order."""
+
+
+class End(NamedTuple):
+    """One end of a packet's ways."""
+
+    fate: Fate
+    hook: str
+    place: Place | None
+    """None: it has passed all rules."""
+    packets: int | None
+    """Packets that ended there so far; None: not counted."""
+    branch: Branch
+
+    @property
+    def seen(self) -> Seen:
+        """The packet as it ends."""
+        return self.branch.seen
+
+    @property
+    def share(self) -> float:
+        """The share of such packets that end so, at most if there are `doubts`."""
+        return self.branch.chance.share
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        return self.branch.chance.doubts
+
+    @property
+    def is_certain(self) -> bool:
+        return self.branch.chance.is_certain
+
+
+class Result(NamedTuple):
+    ends: tuple[End, ...]
+    """In the order of the rules. They exclude each other."""
+    unread: tuple[BaseChain, ...]
+    """Chains that the packet may meet and that are not followed."""
+
+
+def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
+    """Return what becomes of *seen*, the first packet of a connection. Raises OSError.
+
+    It begins where it arrives, or where the node sends it.
+    """
+    way = _Way(ruleset, node)
+    way.run(Branch(seen, CERTAIN))
+    family = seen.packet.family.ip
+    return Result(tuple(way.ends), tuple(
+        each for each in ruleset.base_chains() if each.family in ("netdev", "bridge") or (
+            each.family in ("inet", family) and each.hook not in _HOOKS)))
+
+
+# Hooks.
+
+DSTNAT, SRCNAT, CONNTRACK = -100, 100, -200
+"""Priorities of the translations and of connection tracking (NF_IP_PRI_*)."""
+_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting")
+_SOURCE_HOOKS: Final = ("input", "postrouting")
+"""Hooks at which chains of type nat translate the source."""
+_IS_LOCAL: Final = (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST)
+
+_MOST_RULES = 50_000
+"""Rules that one packet may meet: chains may be reached on many ways."""
+
+_Filter = Callable[[BaseChain], bool]
+
+
+class _Way:
+    """The way of a packet from hook to hook."""
+
+    def __init__(
+        self, ruleset: Ruleset, node: Node, follows: _Filter = lambda chain: True,
+        follows_jump: Callable[[str], bool] = lambda chain: True,
+    ) -> None:
+        self.ruleset = ruleset
+        self.node = node
+        self.ends: list[End] = []
+        self._follows = follows
+        self._follows_jump = follows_jump
+        self._met = 0
+
+    def run(self, first: Branch) -> None:
+        if not first.seen.is_from_node:
+            arrived = [first._replace(seen=first.seen._replace(output=NO_INTERFACE))]
+            self._received(self.hook("prerouting", arrived))
+            return
+        passed = self.hook("postrouting", self.hook("output", self._routed([first], "output")))
+        for branch in passed:
+            if branch.seen.output != LOOPBACK:
+                self._end(Fate.SENT, "postrouting", None, None, branch)
+        looped = [
+            branch._replace(seen=_looped(branch.seen)) for branch in passed if branch.seen.output == LOOPBACK]
+        self._received(self.hook("prerouting", looped))
+
+    def _received(self, branches: Iterable[Branch]) -> None:
+        local: list[Branch] = []
+        onwards: list[Branch] = []
+        for branch in branches:
+            route = _route(branch.seen, self.node)
+            if route is None:
+                doubt = "the route"
+                local.append(branch._replace(chance=branch.chance.given(doubt, matched=True)))
+                onwards.append(branch._replace(
+                    chance=branch.chance.given(doubt, matched=False),
+                    seen=branch.seen._replace(output=None)))
+            elif route.type in _IS_LOCAL:
+                local.append(branch)
+            elif route.type == RTN_UNICAST:
+                onwards.append(branch._replace(seen=branch.seen._replace(output=route.output)))
+            else:
+                self._end(Fate.UNROUTABLE, "prerouting", None, None, branch)
+        for branch in self.hook("input", local):
+            self._end(Fate.DELIVERED, "input", None, None, branch)
+        for branch in self.hook("postrouting", self.hook("forward", onwards)):
+            self._end(Fate.SENT, "postrouting", None, None, branch)
+
+    def _routed(self, branches: Iterable[Branch], hook: str) -> list[Branch]:
+        """Return the packets that the node sends, each with the interface to which it is routed."""
+        found = []
+        for branch in branches:
+            route = _route(branch.seen, self.node)
+            if route is None:
+                found.append(branch._replace(seen=branch.seen._replace(output=None)))
+            elif route.type in _IS_LOCAL:
+                found.append(branch._replace(seen=branch.seen._replace(output=LOOPBACK)))
+            elif route.type == RTN_UNICAST:
+                found.append(branch._replace(seen=branch.seen._replace(output=route.output)))
+            else:
+                self._end(Fate.UNROUTABLE, hook, None, None, branch)
+        return found
+
+    def _end(
+        self, fate: Fate, hook: str, place: Place | None, packets: int | None, branch: Branch,
+    ) -> None:
+        self.ends.append(End(fate, hook, place, packets, branch))
+
+    def hook(
+        self, hook: str, branches: Sequence[Branch], translate: Callable[[Seen], Seen] | None = None,
+    ) -> list[Branch]:
+        """Return the packets that pass *hook*. With *translate*, it is done before rules translate them."""
+        if not branches:
+            return []
+        family = branches[0].seen.packet.family.ip
+        chains = [
+            chain for chain in reversed(self.ruleset.base_chains())
+            if chain.hook == hook and chain.family in ("inet", family) and self._follows(chain)]
+        # Of chains with the same priority, the last one made is the first one met.
+        chains.sort(key=lambda chain: chain.priority)
+        filters = [chain for chain in chains if chain.type != "nat"]
+        translating = SRCNAT if hook in _SOURCE_HOOKS else DSTNAT
+        steps: list[tuple[int, Callable[[list[Branch]], list[Branch]]]] = [
+            (chain.priority, self._base(chain)) for chain in filters]
+        if hook in ("prerouting", "output"):
+            steps.append((CONNTRACK, _tracked))
+        nat = [chain for chain in chains if chain.type == "nat"]
+        steps.append((translating, lambda found: self._translated(hook, nat, found, translate)))
+        current = list(branches)
+        for _, step in sorted(steps, key=lambda item: item[0]):
+            current = step(current)
+        return current
+
+    def _base(self, chain: BaseChain) -> Callable[[list[Branch]], list[Branch]]:
+        def run(branches: list[Branch]) -> list[Branch]:
+            found = self._through(chain, branches)
+            if chain.type != "route":
+                return found
+            changed: list[Branch] = []
+            same: list[Branch] = []
+            before = {(each.seen.mark, each.seen.packet) for each in branches}
+            for branch in found:
+                is_same = (branch.seen.mark, branch.seen.packet) in before
+                (same if is_same else changed).append(branch)
+            return [*same, *self._routed(changed, chain.hook)]
+
+        return run
+
+    def _translated(
+        self, hook: str, chains: Sequence[BaseChain], branches: list[Branch],
+        translate: Callable[[Seen], Seen] | None,
+    ) -> list[Branch]:
+        """Return the packets behind the translation at *hook*: the first that a chain makes, or none."""
+        bit = done(is_source=hook in _SOURCE_HOOKS)
+        finished: list[Branch] = []
+        current = branches if translate is None else [
+            branch._replace(seen=translate(branch.seen)) for branch in branches]
+        for chain in chains:
+            eligible = [each for each in current if _may_be_translated(each.seen, bit)]
+            finished += [each for each in current if not _may_be_translated(each.seen, bit)]
+            current = self._through(chain, eligible) if eligible else []
+        passed = [*finished, *(branch._replace(seen=_decided(branch.seen, bit)) for branch in current)]
+        if hook != "output":
+            return passed
+        before = {each.seen.packet.flow.destination for each in branches}
+        same = [each for each in passed if each.seen.packet.flow.destination in before]
+        return [*same, *self._routed([each for each in passed if each not in same], hook)]
+
+    # Chains.
+
+    def _through(self, base: BaseChain, branches: list[Branch]) -> list[Branch]:
+        """Return the packets that a base chain lets pass."""
+        accepted: list[Branch] = []
+        rest = self._chain(base, base.name, branches, accepted)
+        if base.drops_by_policy:
+            place = Place(base.family, base.table, base.name, None, 0)
+            for branch in rest:
+                self._end(Fate.DROPPED, base.hook, place, base.packets, branch)
+            rest = []
+        return _joined([*accepted, *rest])
+
+    def _chain(
+        self, base: BaseChain, name: str, branches: Sequence[Branch], accepted: list[Branch],
+    ) -> list[Branch]:
+        """Return the packets that leave a chain at its end or by "return", and add those *accepted*."""
+        current = list(branches)
+        behind: list[Branch] = []
+        for number, rule in enumerate(self.ruleset.rules(base.family, base.table, name), 1):
+            if not current:
+                break
+            place = Place(base.family, base.table, name, number, rule.handle)
+            onwards: list[Branch] = []
+            leads: dict[VerdictOf, list[Branch]] = {}
+            for branch in current:
+                self._met += 1
+                if self._met > _MOST_RULES:
+                    return self._give_up(base, branch)
+                for verdict, run in _run(self, base, place, rule.expressions, branch):
+                    self._apply(base, place, verdict, run, onwards, behind, accepted, leads)
+            for verdict, found in leads.items():
+                if not self._follows_jump(verdict.chain):
+                    fallen = found
+                else:
+                    fallen = self._chain(base, verdict.chain, _joined(found), accepted)
+                (onwards if verdict.code == JUMP else behind).extend(fallen)
+            current = _joined(onwards)
+        return _joined([*behind, *current])
+
+    def _give_up(self, base: BaseChain, branch: Branch) -> list[Branch]:
+        """End the way of packets that meet too many rules."""
+        if self._met == _MOST_RULES + 1:
+            much = branch.chance.given(f"more than {_MOST_RULES:,} rules", matched=True)
+            place = Place(base.family, base.table, base.name, None, 0)
+            self._end(Fate.UNKNOWN, base.hook, place, None, branch._replace(chance=much))
+        return []
+
+    def _apply(
+        self, base: BaseChain, place: Place, verdict: VerdictOf, run: "_Ran", onwards: list[Branch],
+        behind: list[Branch], accepted: list[Branch], leads: dict[VerdictOf, list[Branch]],
+    ) -> None:
+        branch, code = run.branch, verdict.code
+        if code in (CONTINUE, BREAK):
+            onwards.append(branch)
+        elif code in (JUMP, GOTO):
+            leads.setdefault(verdict, []).append(branch)
+        elif code == RETURN:
+            behind.append(branch)
+        elif code & 0xFF == ACCEPT and code > 0:
+            accepted.append(branch)
+        else:
+            fate = _FATES.get(code if code < 0 else code & 0xFF, Fate.UNKNOWN)
+            fate = Fate.REJECTED if run.rejects and fate is Fate.DROPPED else fate
+            self._end(fate, base.hook, place, run.packets, branch)
+
+
+_FATES: Final = {DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, QUEUE: Fate.QUEUED, UNKNOWN: Fate.UNKNOWN}
+
+
+def _route(seen: Seen, node: Node) -> Route | None:
+    destination = seen.packet.flow.destination
+    return None if destination is None else node.route(destination, seen.mark)
+
+
+def _looped(seen: Seen) -> Seen:
+    """Return a packet of the node to itself as its loopback interface receives it: it is tracked already."""
+    connection = seen.connection
+    if connection is not None:
+        connection = connection._replace(status=connection.status | Status.CONFIRMED)
+    return seen._replace(input=LOOPBACK, output=NO_INTERFACE, connection=connection)
+
+
+def _tracked(branches: list[Branch]) -> list[Branch]:
+    return [branch._replace(seen=track(branch.seen)) for branch in branches]
+
+
+def track(seen: Seen) -> Seen:
+    """Return the packet behind the hook of connection tracking."""
+    if seen.tracking not in (Tracking.NOT_YET, Tracking.TEMPLATE):
+        return seen
+    flow = seen.packet.flow
+    unclear: Number = 0 if seen.tracking is Tracking.NOT_YET else "ct template"
+    connection = Connection(flow, flow.reversed(), zone=unclear, helper=unclear)
+    return seen._replace(tracking=Tracking.TRACKED, connection=connection)
+
+
+def _may_be_translated(seen: Seen, bit: Status) -> bool:
+    return seen.connection is not None and not seen.connection.status & bit
+
+
+def _decided(seen: Seen, bit: Status) -> Seen:
+    if seen.connection is None:
+        return seen
+    return seen._replace(connection=seen.connection._replace(status=seen.connection.status | bit))
+
+
+def _joined(branches: Sequence[Branch]) -> list[Branch]:
+    """Return *branches* with those of the same packet as one."""
+    if len(branches) < 2:
+        return list(branches)
+    found: dict[Seen, Branch] = {}
+    for branch in branches:
+        known = found.get(branch.seen)
+        if known is None:
+            found[branch.seen] = branch
+        elif branch is not known:
+            found[branch.seen] = Branch(
+                branch.seen, known.chance.or_else(branch.chance), _met_by_either(known.met, branch.met))
+    return list(found.values())
+
+
+def _met_by_either(one: tuple[Met, ...], other: tuple[Met, ...]) -> tuple[Met, ...]:
+    if one == other:
+        return one
+    certain = {met.place for met in one if met.is_certain} & {met.place for met in other if met.is_certain}
+    return tuple(
+        Met(place, place in certain) for place in dict.fromkeys(met.place for met in (*one, *other)))
+
+
+# One rule.
+
+_Words = dict[int, Bytes]
+"""Registers in words of four bytes."""
+
+
+class _Ran(NamedTuple):
+    """A rule that was run for a packet."""
+
+    branch: Branch
+    rejects: bool
+    packets: int | None
+
+
+class _NotKnown(Exception):
+    """It depends on what cannot be known whether an expression matches."""
+
+
+def _run(
+    way: _Way, base: BaseChain, place: Place, expressions: Sequence[Expression], branch: Branch,
+) -> Iterator[tuple[VerdictOf, _Ran]]:
+    """Yield the verdicts of a rule for a packet: one, or several that depend on what is not known."""
+    where = f"in rule {place.rule} of chain {place.chain}"
+    open_: list[tuple[int, _Run]] = [(0, _Run(way, base, where, branch.seen, branch.chance))]
+    while open_:
+        at, run = open_.pop()
+        while run.verdict.code == CONTINUE and at < len(expressions):
+            others = run.step(expressions[at])
+            at += 1
+            open_ += [(at, other) for other in reversed(others)]
+        met = branch.met if run.verdict.code == BREAK else (*branch.met, Met(place, True))
+        yield run.verdict, _Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)
+
+
+class _Run:
+    """The run of one rule's expressions for one packet."""
+
+    def __init__(self, way: _Way, base: BaseChain, where: str, seen: Seen, chance: Chance) -> None:
+        self._way = way
+        self._base = base
+        self._where = where
+        self.seen = seen
+        self.chance = chance
+        self.verdict = VerdictOf(CONTINUE)
+        self.rejects = False
+        self.packets: int | None = None
+        self._words: _Words = {}
+
+    def _copy(self) -> Self:
+        other = type(self)(self._way, self._base, self._where, self.seen, self.chance)
+        other.verdict, other.rejects, other.packets = self.verdict, self.rejects, self.packets
+        other._words = dict(self._words)
+        return other
+
+    def step(self, expression: Expression) -> Sequence["_Run"]:
+        """Execute an expression. Return the other runs that are possible from here on."""
+        step = _STEPS.get(expression.name)
+        try:
+            if step is not None:
+                return step(self, expression.attributes) or ()
+            return () if expression.name in _WITHOUT_EFFECT else self._strange(expression.name)
+        except _NotKnown as problem:
+            return self._decide(Depends(str(problem)))
+        except xt.Unreadable as problem:
+            return self._strange(str(problem)) if str(problem).startswith("target") else self._decide(
+                Depends(str(problem)))
+        except (KeyError, ValueError, IndexError, Malformed):  # Attributes of a newer kernel.
+            return self._strange(expression.name)
+
+    def _strange(self, name: str) -> Sequence["_Run"]:
+        """Continue behind an expression that is not known: it may match, not match, or end the packet."""
+        others = self._decide(Depends(name))
+        self._words.clear()
+        end = self._copy()
+        end.verdict = VerdictOf(UNKNOWN)
+        end.chance = end.chance.given(f"{name} {self._where}", matched=True)
+        return [*others, end]
+
+    @staticmethod
+    def _depend(name: str, run: "_Run", found: Attributes) -> Sequence["_Run"]:
+        return run._decide(Depends(name))
+
+    def _decide(self, answer: Answer) -> Sequence["_Run"]:
+        """End the rule if it does not match."""
+        if answer is True:
+            return ()
+        if answer is False:
+            self.verdict = VerdictOf(BREAK)
+            return ()
+        other = self._copy()
+        other.verdict = VerdictOf(BREAK)
+        why = f"{answer.why} {self._where}"
+        if isinstance(answer, Share):
+            if not 0 < answer.yes < 1:
+                return self._decide(answer.yes >= 1)
+            self.chance = self.chance.times(answer.yes, why)
+            other.chance = other.chance.times(1 - answer.yes, why, matched=False)
+        else:
+            self.chance = self.chance.given(why, matched=True)
+            other.chance = other.chance.given(why, matched=False)
+        return [other]
+
+    @property
+    def _sight(self) -> Sight:
+        return Sight(self.seen, self._base.hook, self._way.node)
+
+    # Registers.
+
+    def _store(self, register: bytes, value: Bytes | bytes) -> None:
+        word = _word(register, len(value))
+        padded = (*value, *(0,) * (-len(value) % 4))
+        for at in range(0, len(padded), 4):
+            self._words[word + at // 4] = padded[at : at + 4]
+
+    def _store_unknown(self, register: bytes, why: str, size: int = 16) -> None:
+        self._store(register, (why,) * size)
+
+    def _load(self, register: bytes, size: int) -> Bytes:
+        word = _word(register, size)
+        found: list[int | str] = []
+        for at in range(-(-size // 4)):
+            found += self._words.get(word + at, _UNWRITTEN)
+        return tuple(found[:size])
+
+    def _number(self, register: bytes) -> Number:
+        value = self._load(register, 4)
+        return _why(value) if (known := known_bytes(value)) is None else int.from_bytes(known, sys.byteorder)
+
+    # Expressions that load a value.
+
+    def _payload(self, found: Attributes) -> None:
+        base, offset, size = (_u32(found[kind]) for kind in (2, 3, 4))
+        packet = self.seen.packet
+        if 5 in found:
+            self.seen = self.seen._replace(packet=packet.store(base, offset, self._load(found[5], size)))
+        elif base == 0 and self.seen.is_from_node and self._base.hook == "output":
+            self.verdict = VerdictOf(BREAK)
+        else:
+            self._store(found[1], packet.load(base, offset, size))
+
+    def _meta(self, found: Attributes) -> Sequence["_Run"]:
+        key, seen, sight = _u32(found[2]), self.seen, self._sight
+        if 3 in found:
+            if key == _META_MARK:
+                self.seen = seen._replace(mark=self._number(found[3]))
+            return ()
+        if key in (10, 11) and not (seen.is_from_node and sight.hook in ("output", "postrouting")):
+            return self._decide(False)  # No socket has sent it.
+        register, packet = found[1], seen.packet
+        name, size = _META_NAMES.get(key, (f"meta key {key}", 16))
+        destination = packet.flow.destination
+        value: Bytes | bytes | None = None
+        if key == 1:
+            value = b"\x08\x00" if packet.family is Family.IPV4 else b"\x86\xdd"
+        elif key == _META_MARK:
+            value = _host(seen.mark)
+        elif key in (4, 6):
+            value = sight.arrived_by and _interface(sight.arrived_by, size)
+        elif key in (5, 7):
+            value = sight.leaves_by and _interface(sight.leaves_by, size)
+        elif key == 15:
+            value = bytes([packet.family.af])
+        elif key == 16:
+            value = bytes([packet.protocol])
+        elif key == 19 and destination is not None and not xt.is_multicast(destination) and (
+                (route := sight.route(destination)) is not None and route.type != RTN_BROADCAST):
+            value = b"\0"
+        self._store(register, (name,) * size if value is None else value)
+        return ()
+
+    def _ct(self, found: Attributes) -> Sequence["_Run"]:
+        key = _u32(found[2])
+        if 4 in found:
+            self._set_ct(key, found[4])
+            return ()
+        connection, register = self.seen.connection, found[1]
+        if key == 0:
+            self._store(register, _host(self._sight.state(_CT_STATES)))
+            return ()
+        if self.seen.tracking is Tracking.TEMPLATE:
+            raise _NotKnown("ct template")
+        if connection is None:
+            return self._decide(False)
+        packet, size = self.seen.packet, self.seen.packet.family.size
+        flow = connection.reply if found.get(3) == b"\1" else connection.original
+        is_ipv4 = packet.family is Family.IPV4
+        if key in (19, 20, 21, 22) and is_ipv4 is (key > 20):
+            return self._decide(False)
+        if key == 6 and connection.helper == 0:
+            return self._decide(False)
+        value: Bytes | bytes
+        if key == 1:
+            value = b"\0"
+        elif key == 2:
+            value = _host(int(connection.status))
+        elif key == 3:
+            value = _host(connection.mark)
+        elif key == 7:
+            value = bytes([packet.family.af])
+        elif key == 10:
+            value = bytes([packet.protocol])
+        elif key in (8, 19, 21):
+            value = flow.source or ("ct address",) * size
+        elif key in (9, 20, 22):
+            value = flow.destination or ("ct address",) * size
+        elif key in (11, 12):
+            port = flow.source_port if key == 11 else flow.port
+            value = ("ct port",) * 2 if port is None else port.to_bytes(2, "big")
+        elif key == 13:
+            value = (connection.labels,) * 16
+        elif key == 17:
+            zone = connection.zone
+            value = (zone,) * 2 if isinstance(zone, str) else zone.to_bytes(2, sys.byteorder)
+        else:
+            value = (_CT_NAMES.get(key, f"ct key {key}"),) * 16
+        self._store(register, value)
+        return ()
+
+    def _set_ct(self, key: int, register: bytes) -> None:
+        connection = self.seen.connection
+        if key == 17:
+            self.seen = xt.with_template(self.seen)
+        if connection is None:
+            return
+        if key == 3:
+            connection = connection._replace(mark=self._number(register))
+        elif key == 13:
+            connection = connection._replace(labels="ct label")
+        self.seen = self.seen._replace(connection=connection)
+
+    def _fib(self, found: Attributes) -> None:
+        result, flags, register = _u32(found[2]), _u32(found[3]), found[1]
+        sight, size = self._sight, 16 if result == 2 else 4
+        flow = self.seen.packet.flow
+        address = flow.source if flags & _FIB_SOURCE else flow.destination
+        if result == 3:
+            kind = xt.address_type(sight, address)
+            if kind is None or (kind == RTN_LOCAL and flags & (_FIB_IIF | _FIB_OIF)):
+                self._store_unknown(register, "fib type", 4)
+            else:
+                self._store(register, _host(kind))
+            return
+        arrived = sight.arrived_by
+        route = sight.route(address)
+        output: Interface | None
+        if arrived == LOOPBACK and sight.hook == "prerouting":
+            output = LOOPBACK
+        elif route is None or arrived is None or route.type == RTN_LOCAL or flags & _FIB_OIF or (
+                flags & _FIB_MARK and isinstance(self.seen.mark, str)):
+            output = None
+        elif route.type != RTN_UNICAST:
+            output = NO_INTERFACE
+        elif flags & _FIB_IIF and route.output is not None:
+            output = arrived if route.output == arrived else NO_INTERFACE
+        else:
+            output = route.output
+        if output is None:
+            self._store_unknown(register, "fib", size)
+        elif flags & _FIB_PRESENT:
+            self._store(register, _host(int(output != NO_INTERFACE)))
+        else:
+            self._store(register, _interface(output, size))
+
+    def _immediate(self, found: Attributes) -> None:
+        verdict = parse_verdict(found[2])
+        if verdict is not None:
+            self.verdict = verdict
+        else:
+            self._store(found[1], _data(found[2]))
+
+    def _numbers(self, found: Attributes, count: int, offset: int, why: str) -> Sequence["_Run"]:
+        """Store a number of *count*, from *offset* on, each for a share of packets."""
+        register = found[1] if why == "numgen" else found[2]
+        if not 0 < count <= _MOST_NUMBERS:
+            self._store_unknown(register, why, 4)
+            return ()
+        chance = self.chance if count == 1 else self.chance.times(1 / count, f"{why} {self._where}")
+        runs = [self] + [self._copy() for _ in range(count - 1)]
+        for number, run in enumerate(runs):
+            run.chance = chance
+            run._store(register, _host(number + offset & 0xFFFFFFFF))
+        return runs[1:]
+
+    def _numgen(self, found: Attributes) -> Sequence["_Run"]:
+        return self._numbers(found, _u32(found[2]), _u32(found.get(4, b"")), "numgen")
+
+    def _hash(self, found: Attributes) -> Sequence["_Run"]:
+        return self._numbers(found, _u32(found[4]), _u32(found.get(6, b"")), "hash")
+
+    def _exthdr(self, found: Attributes) -> Sequence["_Run"]:
+        kind, is_presence = _u32(found.get(6, b"")), bool(_u32(found.get(5, b"")) & 1)
+        if 7 in found:
+            raise _NotKnown("exthdr")
+        protocols = {1: net.Protocol.TCP, 3: net.Protocol.SCTP, 4: _DCCP}
+        if kind in protocols and self.seen.packet.protocol == protocols[kind]:
+            raise _NotKnown("tcp option" if kind == 1 else "exthdr")
+        if kind > 4:
+            raise _NotKnown("exthdr")
+        if not is_presence:
+            return self._decide(False)
+        self._store(found[1], b"\0")
+        return ()
+
+    def _route(self, found: Attributes) -> Sequence["_Run"]:
+        if self._base.hook == "prerouting" and self.seen.input != LOOPBACK:
+            return self._decide(False)
+        self._store_unknown(found[1], "rt")
+        return ()
+
+    # Expressions that compute with a value, and that match it.
+
+    def _bitwise(self, found: Attributes) -> None:
+        size, kind = _u32(found[3]), _u32(found.get(6, b""))
+        value = self._load(found[1], size)
+        result: Bytes
+        if kind == 0:
+            mask, xor = _data(found[4]), _data(found[5])
+            result = tuple(
+                one & a ^ b if isinstance(one, int) else (one if a else b)
+                for one, a, b in zip(value, mask, xor, strict=True))
+        elif kind in (1, 2):
+            result = _shifted(value, int.from_bytes(_data(found[7]), sys.byteorder), is_left=kind == 1)
+        elif kind in (3, 4, 5):
+            other: Bytes = self._load(found[8], size) if 8 in found else tuple(_data(found[7]))
+            result = tuple(_BITWISE[kind](a, b) for a, b in zip(value, other, strict=True))
+        else:
+            raise _NotKnown("bitwise")
+        self._store(found[2], result)
+
+    def _byteorder(self, found: Attributes) -> None:
+        length, size = _u32(found[4]), _u32(found[5])
+        value = self._load(found[1], length)
+        if sys.byteorder == "little" and size:
+            value = tuple(byte for at in range(0, length, size) for byte in value[at : at + size][::-1])
+        self._store(found[2], value)
+
+    def _cmp(self, found: Attributes) -> Sequence["_Run"]:
+        wanted = _data(found[3])
+        return self._decide(_compared(_u32(found[2]), self._load(found[1], len(wanted)), wanted))
+
+    def _range(self, found: Attributes) -> Sequence["_Run"]:
+        first, last = _data(found[3]), _data(found[4])
+        value = self._load(found[1], len(first))
+        at_least, at_most = _compared(_GTE, value, first), _compared(_LTE, value, last)
+        inside: Answer = False if False in (at_least, at_most) else (
+            at_least if at_least is not True else at_most)
+        if not isinstance(inside, bool):
+            return self._decide(inside)
+        return self._decide(inside is not bool(_u32(found[2])))
+
+    def _lookup(self, found: Attributes) -> Sequence["_Run"]:
+        name, inverted = text(found[1]), bool(_u32(found.get(5, b"")) & 1)
+        return self._look_up(name, found[2], found.get(3), inverted=inverted)
+
+    def _look_up(
+        self, name: str, register: bytes, result: bytes | None, *, inverted: bool = False,
+    ) -> Sequence["_Run"]:
+        held = self._way.ruleset.held_set(self._base.family, self._base.table, name)
+        if held is None:
+            raise _NotKnown(f"set {name}")
+        value = self._load(register, held.key_size)
+        known = known_bytes(value)
+        candidates: list[SetElement]
+        if known is not None:
+            one = held.find(known)
+            candidates, may_miss = ([], True) if one is None else ([one], False)
+            why = f"set {name}, which packets fill" if held.is_filled_by_packets else ""
+        else:
+            candidates, may_miss = held.candidates(value)
+            why = f"{_why(value)}, looked up in set {name}"
+        if why:
+            may_miss = True
+        outcomes: list[_Run] = []
+        for element in _distinct(candidates):
+            limits = [each for each in element.expressions if each in _LIMITS]
+            run = self._copy()
+            problem = why or (f"{limits[0]} in set {name}" if limits else "")
+            may_miss = may_miss or bool(limits)
+            if problem:
+                run.chance = run.chance.given(f"{problem} {self._where}", matched=not inverted)
+            run._found(element, result, inverted=inverted)
+            outcomes.append(run)
+        if why and not outcomes and held.is_filled_by_packets:
+            run = self._copy()
+            run.chance = run.chance.given(f"{why} {self._where}", matched=not inverted)
+            if result is not None:
+                run._store_unknown(result, why)
+            run._found(None, None, inverted=inverted)
+            outcomes.append(run)
+        if may_miss:
+            run = self._copy()
+            if outcomes:
+                problem = why or next(
+                    f"{limit} in set {name}" for each in candidates for limit in each.expressions
+                    if limit in _LIMITS)
+                run.chance = run.chance.given(f"{problem} {self._where}", matched=inverted)
+            if not inverted:
+                run.verdict = VerdictOf(BREAK)
+            outcomes.append(run)
+        first, *others = outcomes
+        self._become(first)
+        return others
+
+    def _become(self, other: "_Run") -> None:
+        self.seen, self.chance, self.verdict, self._words = (
+            other.seen, other.chance, other.verdict, other._words)
+
+    def _found(self, element: SetElement | None, result: bytes | None, *, inverted: bool) -> None:
+        if inverted:
+            self.verdict = VerdictOf(BREAK)
+        elif element is not None and result is not None:
+            if element.verdict is not None:
+                self.verdict = element.verdict
+            else:
+                self._store(result, element.value)
+
+    def _add_to_set(self, found: Attributes) -> Sequence["_Run"]:
+        inner = [found[7]] if 7 in found else [
+            found[10][start:end] for _, start, end in attribute_spans(found.get(10, b""), 0, len(
+                found.get(10, b"")))]
+        names = [text(attributes(each).get(1, b"")) for each in inner]
+        limits = [name for name in names if name not in ("counter", "last")]
+        if limits:
+            raise _NotKnown(f"dynset with {limits[0]}")
+        if _u32(found.get(9, b"")) & 1:
+            raise _NotKnown("dynset")
+        return ()
+
+    # Expressions that act.
+
+    def _counter(self, found: Attributes) -> None:
+        self.packets = _u32(found.get(2, b""))
+
+    def _reject(self, found: Attributes) -> None:
+        self.rejects, self.verdict = True, VerdictOf(DROP)
+
+    def _queue(self, found: Attributes) -> None:
+        self.verdict = VerdictOf(QUEUE)
+
+    def _synproxy(self, found: Attributes) -> Sequence["_Run"]:
+        packet = self.seen.packet
+        if packet.protocol != net.Protocol.TCP:
+            return self._decide(False)
+        if packet.flags != 2:
+            raise _NotKnown("synproxy")
+        self.verdict = VerdictOf(STOLEN)
+        return ()
+
+    def _object(self, found: Attributes) -> Sequence["_Run"]:
+        if 4 not in found:
+            return self._refer(_u32(found[1]))
+        held = self._way.ruleset.held_set(self._base.family, self._base.table, text(found[4]))
+        others = self._look_up(text(found[4]), found[3], None)
+        more: list[_Run] = [*others]
+        for run in (self, *others):
+            if run.verdict.code == CONTINUE and held is not None:
+                more += run._refer(held.object_type)
+        return more
+
+    def _refer(self, kind: int) -> Sequence["_Run"]:
+        """Run a named object (NFT_OBJECT_*)."""
+        if kind == _HELPER and self.seen.connection is not None:
+            self.seen = self.seen._replace(connection=self.seen.connection._replace(helper="ct helper"))
+        if kind == _SYNPROXY:
+            return self._synproxy({})
+        if kind in _LIMITING_OBJECTS:
+            return self._decide(Depends(_LIMITING_OBJECTS[kind]))
+        return () if kind in _OBJECTS_WITHOUT_EFFECT else self._strange(f"object of type {kind}")
+
+    def _notrack(self, found: Attributes) -> None:
+        self.seen = xt.untracked(self.seen)
+
+    # Translations.
+
+    def _nat(self, found: Attributes) -> Sequence["_Run"]:
+        first, last = (self._address(found.get(kind)) for kind in (3, 4))
+        ports, are_known = self._port_range(found.get(5), found.get(6))
+        is_known = are_known and not (3 in found and first is None)
+        translation = Translation(
+            _u32(found[1]) == 0, first, last, ports, _u32(found.get(7, b"")), is_known)
+        return self._translate(translation)
+
+    def _masquerade(self, found: Attributes) -> Sequence["_Run"]:
+        ports, _ = self._port_range(found.get(2), found.get(3))
+        translation = Translation(True, None, None, ports, _u32(found.get(1, b"")))
+        return self._translate(xt.to_interface(self._sight, self.seen.output, translation))
+
+    def _redirect(self, found: Attributes) -> Sequence["_Run"]:
+        ports, are_known = self._port_range(found.get(1), found.get(2))
+        translation = Translation(False, None, None, ports, _u32(found.get(3, b"")))
+        redirected = xt.redirected(self._sight, translation)
+        return self._translate(redirected._replace(is_known=redirected.is_known and are_known))
+
+    def _address(self, register: bytes | None) -> Address | None:
+        if register is None:
+            return None
+        found = known_bytes(self._load(register, self.seen.packet.family.size))
+        return None if found is None else Address(found)
+
+    def _port_range(self, first: bytes | None, last: bytes | None) -> tuple[tuple[int, int] | None, bool]:
+        if first is None:
+            return None, True
+        low, high = (known_bytes(self._load(each, 2)) for each in (first, last or first))
+        if low is None or high is None:
+            return None, False
+        return (int.from_bytes(low, "big"), int.from_bytes(high, "big")), True
+
+    def _translate(self, translation: Translation) -> Sequence["_Run"]:
+        """Translate and accept, unless the connection is not tracked or has been translated before."""
+        self.verdict = VerdictOf(ACCEPT)
+        (seen, share), *others = translated(self.seen, translation)
+        runs = []
+        why = f"the choice of an address {self._where}"
+        for other, part in others:
+            run = self._copy()
+            run.seen, run.chance = other, run.chance.times(part, why)
+            runs.append(run)
+        self.seen = seen
+        if others:
+            self.chance = self.chance.times(share, why)
+        return runs
+
+    # Matches and targets of iptables.
+
+    def _match(self, found: Attributes) -> Sequence["_Run"]:
+        name = text(found[1])
+        return self._decide(xt.match(name, _u32(found.get(2, b"")), found.get(3, b""), self._sight))
+
+    def _target(self, found: Attributes) -> Sequence["_Run"]:
+        effect = xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight)
+        self.seen, self.rejects = effect.seen, effect.rejects
+        if effect.translation is not None:
+            return self._translate(effect.translation)
+        self.verdict = VerdictOf(effect.verdict)
+        return ()
+
+
+_UNWRITTEN: Final[Bytes] = ("an unwritten register",) * 4
+_MOST_NUMBERS = 4096
+"""Numbers at random, each of which is followed."""
+_META_MARK: Final = 3
+_META_NAMES: Final = {
+    0: ("meta length", 4), 1: ("meta protocol", 2), 2: ("meta priority", 4), 3: ("meta mark", 4),
+    4: ("meta iif", 4), 5: ("meta oif", 4), 6: ("meta iifname", 16), 7: ("meta oifname", 16),
+    8: ("meta iiftype", 2), 9: ("meta oiftype", 2), 10: ("meta skuid", 4), 11: ("meta skgid", 4),
+    13: ("meta rtclassid", 4), 14: ("meta secmark", 4), 15: ("meta nfproto", 1), 16: ("meta l4proto", 1),
+    17: ("meta ibrname", 16), 18: ("meta obrname", 16), 19: ("meta pkttype", 1), 20: ("meta cpu", 4),
+    21: ("meta iifgroup", 4), 22: ("meta oifgroup", 4), 23: ("meta cgroup", 4), 24: ("meta random", 4),
+    25: ("meta ipsec", 1), 26: ("meta iifkind", 16), 27: ("meta oifkind", 16), 30: ("meta time", 8),
+    31: ("meta day", 1), 32: ("meta hour", 4), 33: ("meta sdif", 4), 34: ("meta sdifname", 16),
+}  # fmt: skip
+"""Names and sizes by NFT_META_*."""
+_CT_STATES: Final = xt.StateBits(1, 8, 64)
+_CT_NAMES: Final = {
+    4: "ct secmark", 5: "ct expiration", 6: "ct helper", 14: "ct packets", 15: "ct bytes", 16: "ct avgpkt",
+    18: "ct event", 23: "ct id",
+}  # fmt: skip
+_FIB_SOURCE, _FIB_MARK, _FIB_IIF, _FIB_OIF, _FIB_PRESENT = 1, 4, 8, 16, 32
+_DCCP: Final = 33
+_LIMITS: Final = ("limit", "quota", "connlimit")
+_HELPER, _SYNPROXY = 3, 10
+_LIMITING_OBJECTS: Final = {2: "quota", 4: "limit", 5: "connlimit"}
+_OBJECTS_WITHOUT_EFFECT: Final = (1, 3, 6, 7, 8, 9)
+_GTE, _LTE = 5, 3
+
+_WITHOUT_EFFECT: Final = frozenset({"log", "last", "dup"})
+"""Expressions that neither match nor end the packet."""
+
+_STEPS: Final[dict[str, Callable[[_Run, Attributes], Sequence[_Run] | None]]] = {
+    "payload": _Run._payload, "meta": _Run._meta, "ct": _Run._ct, "fib": _Run._fib,
+    "immediate": _Run._immediate, "numgen": _Run._numgen, "hash": _Run._hash, "exthdr": _Run._exthdr,
+    "rt": _Run._route, "bitwise": _Run._bitwise, "byteorder": _Run._byteorder, "cmp": _Run._cmp,
+    "range": _Run._range, "lookup": _Run._lookup, "dynset": _Run._add_to_set, "counter": _Run._counter,
+    "reject": _Run._reject, "queue": _Run._queue, "synproxy": _Run._synproxy, "objref": _Run._object,
+    "notrack": _Run._notrack, "nat": _Run._nat, "masq": _Run._masquerade, "redir": _Run._redirect,
+    "match": _Run._match, "target": _Run._target,
+    "flow_offload": lambda run, found: run._decide(False),  # Only for connections that are established.
+    **{name: partial(_Run._depend, name) for name in (*_LIMITS, "socket", "osf", "tproxy")},
+}  # fmt: skip
+
+
+def _u32(value: bytes) -> int:
+    return int.from_bytes(value, "big")
+
+
+def _host(value: Number) -> Bytes:
+    return (value,) * 4 if isinstance(value, str) else tuple(value.to_bytes(4, sys.byteorder))
+
+
+def _interface(interface: Interface, size: int) -> Bytes:
+    if size == 4:
+        return _host(interface.number)
+    return tuple(interface.name.encode().ljust(16, b"\0")[:16])
+
+
+def _why(value: Bytes) -> str:
+    """Return why *value* is not known."""
+    return next((each for each in value if isinstance(each, str)), "an unknown value")
+
+
+def _data(value: bytes) -> bytes:
+    return attributes(value).get(1, b"")
+
+
+def _compared(how: int, value: Bytes, wanted: bytes) -> Answer:
+    """Compare as NFT_CMP_* *how* says: equal, not equal, less, at most, more, at least."""
+    if how < 2:
+        if any(isinstance(one, int) and one != other for one, other in zip(value, wanted, strict=True)):
+            return how == 1
+        return how == 0 if known_bytes(value) is not None else Depends(_why(value))
+    order = 0
+    for one, other in zip(value, wanted, strict=True):
+        if isinstance(one, str):
+            return Depends(one)
+        if one != other:
+            order = 1 if one > other else -1
+            break
+    return (order < 0, order <= 0, order > 0, order >= 0)[how - 2]
+
+
+def _shifted(value: Bytes, by: int, *, is_left: bool) -> Bytes:
+    """Shift words of the host's byte order (nft_bitwise_eval_lshift, _rshift)."""
+    known = known_bytes(value)
+    if known is None or not by < 32:
+        return (_why(value),) * len(value)
+    padded = known + bytes(-len(known) % 4)
+    words = [int.from_bytes(padded[at : at + 4], sys.byteorder) for at in range(0, len(padded), 4)]
+    carry, found = 0, []
+    for word in reversed(words) if is_left else words:
+        if is_left:
+            found.append((word << by | carry) & 0xFFFFFFFF)
+            carry = word >> (32 - by) if by else 0
+        else:
+            found.append(word >> by | carry)
+            carry = word << (32 - by) & 0xFFFFFFFF if by else 0
+    ordered = reversed(found) if is_left else found
+    return tuple(b"".join(word.to_bytes(4, sys.byteorder) for word in ordered)[: len(value)])
+
+
+def _and(one: int | str, other: int | str) -> int | str:
+    if 0 in (one, other):
+        return 0
+    return one if isinstance(one, str) else (other if isinstance(other, str) else one & other)
+
+
+def _or(one: int | str, other: int | str) -> int | str:
+    if 0xFF in (one, other):
+        return 0xFF
+    return one if isinstance(one, str) else (other if isinstance(other, str) else one | other)
+
+
+def _xor(one: int | str, other: int | str) -> int | str:
+    return one if isinstance(one, str) else (other if isinstance(other, str) else one ^ other)
+
+
+_BITWISE: Final = {3: _and, 4: _or, 5: _xor}
+
+
+def _distinct(elements: Iterable[SetElement]) -> list[SetElement]:
+    """Return elements with different results."""
+    return list({(each.value, each.verdict, each.expressions): each for each in elements}.values())
+
+
+_REGISTERS = 80
+"""Bytes of all registers (NFT_REG_MAX)."""
+
+
+def _word(register: bytes, size: int) -> int:
+    """Return the word where a register of *size* begins: 1 to 4 have 16 bytes, those from 8 on four."""
+    number = _u32(register)
+    if size > _REGISTERS:
+        raise ValueError(f"no register has {size} bytes")
+    return number - 8 if number >= 8 else (number - 1) * 4
+
+
+# Parsing.
+
+
+def parse_verdict(data: bytes) -> VerdictOf | None:
+    """Return the verdict in the attribute that holds data of a rule or of an element; None: other data."""
+    found = attributes(data).get(2)
+    if found is None:
+        return None
+    parts = attributes(found)
+    return VerdictOf(int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b"")))
+
+
+_INTERVAL, _EVAL = 4, 32
+
+
+def parse_held_set(found: Attributes, elements: Sequence[SetElement]) -> HeldSet:
+    """Return a set with its listed attributes."""
+    fields = attributes(found.get(9, b"")).get(2, b"")
+    spans = attribute_spans(fields, 0, len(fields))
+    sizes = (_u32(attributes(fields, start, end)[1]) for _, start, end in spans)
+    flags = _u32(found.get(3, b""))
+    is_interval = bool(flags & _INTERVAL)
+    return HeldSet(
+        _u32(found.get(5, b"")), is_interval, tuple(sizes) if is_interval else (), elements,
+        bool(flags & _EVAL), _u32(found.get(15, b"")))
+
+
+_FAMILY_HOOKS: Final = {"netdev": ("ingress", "egress")}
+
+
+def parse_base_chain(family: str, found: Attributes) -> BaseChain | None:
+    """Return a listed chain; None if it is not at a hook."""
+    hook = attributes(found.get(4, b""))
+    names = _FAMILY_HOOKS.get(family, (*_HOOKS, "ingress"))
+    if 1 not in hook or _u32(hook[1]) >= len(names):
+        return None
+    counted = attributes(found[8]).get(2) if 8 in found else None
+    return BaseChain(
+        family, text(found[1]), text(found[3]), text(found.get(7, b"")), names[_u32(hook[1])],
+        int.from_bytes(hook.get(2, b""), "big", signed=True), _u32(found.get(5, bytes([1]))) == DROP,
+        None if counted is None else _u32(counted))
+
+
+def parse_set_elements(data: bytes, start: int, end: int) -> Iterator[SetElement]:
+    """Yield the elements in a message about them."""
+    for kind, first, last in attribute_spans(data, start, end):
+        if kind == 3:
+            for _, at, behind in attribute_spans(data, first, last):
+                found = attributes(data, at, behind)
+                flags = _u32(found.get(3, b""))
+                value = found.get(2, b"")
+                yield SetElement(
+                    _data(found.get(1, b"")), _data(found.get(10, b"")), bool(flags & 1), bool(flags & 2),
+                    _data(value), parse_verdict(value), tuple(_expression_names(found)))
+
+
+def _expression_names(found: Attributes) -> Iterator[str]:
+    """Yield the names of an element's expressions (NFTA_SET_ELEM_EXPR, _EXPRESSIONS, _OBJREF)."""
+    if 7 in found:
+        yield text(attributes(found[7]).get(1, b""))
+    listed = found.get(11, b"")
+    for _, start, end in attribute_spans(listed, 0, len(listed)):
+        yield text(attributes(listed, start, end).get(1, b""))
+
+
+# Places where chains of other programs end a packet.
+
+
+class FilteredPacket(NamedTuple):
+    """The first packet of a connection at one hook. None: not known."""
+
+    family: Family
+    protocol: net.Protocol
+    source: Address | None
+    destination: Address | None
+    port: int | None
+    """Destination port."""
+    input: Interface | None
+    output: Interface | None
+    dialled: Address | None
+    """The destination before any translation, and its port."""
+    dialled_port: int | None
+    is_translated: bool
+    is_from_node: bool
+    is_to_node: bool
+    mark: int | None = 0
+    """At the first hook, behind the translation, which may set it. Chains may change it on the way."""
+    is_dialled_on_node: bool | None = None
+    """Whether the destination before any translation is an address of the node."""
 
 
 class Drop(NamedTuple):
@@ -146,557 +1406,112 @@ class Drop(NamedTuple):
     is_met: bool
     """The rule matches the packet; False: it may."""
     doubts: tuple[str, ...]
-    """Statements that are not understood, each with its rule, which may match or accept the packet before."""
+    """Statements of which it is not known whether they match, each with its rule: one before may accept the
+    packet, or one of this rule may not match it."""
 
     @property
     def is_certain(self) -> bool:
         return self.is_met and not self.doubts
 
 
-DSTNAT, CONNTRACK = -100, -200
-"""Priorities of destination NAT and of connection tracking (NF_IP_PRI_NAT_DST, NF_IP_PRI_CONNTRACK)."""
-
-
-def drops(filters: Filters, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
-    """Return the places where filter chains may end a packet; no further ones after a certain one.
+def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
+    """Return the places where chains may end a packet; no further ones after a certain one.
 
     *way* are the hooks in their order, each with the packet there, which is translated already: chains before
     the translation see it as it was. Tables of service proxies are left out. Raises OSError.
     """
     found: list[Drop] = []
-    chains = sorted(filters.base_chains(), key=lambda each: each.priority)
-    mark: int | None = 0
-    for at, (hook, packet) in enumerate(way):
-        mark = mark if at else packet.mark
-        for chain in chains:
-            if chain.hook != hook or chain.family not in ("inet", packet.family.ip):
+    ended: Chance | None = None
+    branches: list[Branch] = []
+    for hook, packet in way:
+        walk = _Way(ruleset, _node_of(packet), _is_not_of_service_proxy, _is_not_service_chain)
+        branches = [_at(branch, hook, packet) for branch in branches] or [
+            Branch(_first(packet, hook), CERTAIN)]
+        translate = _translation_of(packet) if hook in ("prerouting", "output") else None
+        branches = walk.hook(hook, branches, translate)
+        for end in walk.ends:
+            is_drop = end.fate in (Fate.DROPPED, Fate.REJECTED)
+            if end.place is None or not (is_drop or (end.fate is Fate.UNKNOWN and end.place.rule is None)):
                 continue
-            if _is_of_service_proxy(chain.table):
-                continue
-            seen = _seen_by(chain, packet._replace(mark=mark))
-            walk = _Walk(filters, chain, seen)
-            found += walk.ends()
-            if walk.mark != seen.mark:
-                mark = walk.mark
-            if found and found[-1].is_certain:
+            ended = end.branch.chance if ended is None else ended.or_else(end.branch.chance)
+            found.append(_drop(end, end.place, is_certain=ended.is_certain))
+            if ended.is_certain:
                 return found
+        if not branches:
+            break
     return found
 
 
-def _seen_by(chain: BaseChain, packet: FilteredPacket) -> FilteredPacket:
-    if chain.hook in ("prerouting", "output") and chain.priority < DSTNAT:
-        return packet._replace(
-            destination=packet.dialled, port=packet.dialled_port, is_translated=False,
-            mark=None if packet.mark else packet.mark)
-    return packet
+def _drop(end: End, place: Place, *, is_certain: bool) -> Drop:
+    chance = end.branch.chance
+    is_met = is_certain or not any(doubt.matched for doubt in chance.random) and any(
+        not any(doubt.matched for doubt in case) for case in chance.cases)
+    return Drop(
+        *place, end.fate is Fate.REJECTED, end.packets, is_met, () if is_certain else chance.doubts)
 
 
-def _is_of_service_proxy(table: str) -> bool:
-    """Return whether *table* is one of kproxy's or kube-proxy's, which ``kproxy explain`` reads by itself."""
-    return table in ("kproxy", "kube-proxy") or table.startswith("kproxy-")
+def _node_of(packet: FilteredPacket) -> Node:
+    """Return a node with the routes that *packet* takes."""
+
+    def route(address: Address, mark: Number) -> Route | None:
+        if address == packet.source:
+            return Route(RTN_LOCAL, LOOPBACK) if packet.is_from_node else Route(RTN_UNICAST, packet.input)
+        if address == packet.destination:
+            return Route(RTN_LOCAL, LOOPBACK) if packet.is_to_node else Route(RTN_UNICAST, packet.output)
+        if address == packet.dialled and packet.is_dialled_on_node is not None:
+            return Route(RTN_LOCAL if packet.is_dialled_on_node else RTN_UNICAST, None)
+        return None
+
+    return Node(route)
+
+
+def _first(packet: FilteredPacket, hook: str) -> Seen:
+    """Return *packet* as the first chains of its first hook see it."""
+    flow = Flow(packet.source, packet.dialled, None, packet.dialled_port)
+    before = hook in ("prerouting", "output")
+    mark: Number = "the mark" if packet.mark is None or (packet.mark and before) else packet.mark
+    seen = Seen(
+        Packet.of(packet.family, packet.protocol, flow), packet.input, packet.output,
+        packet.is_from_node, mark)
+    return seen if before else _translation_of(packet)(track(seen))
+
+
+def _at(branch: Branch, hook: str, packet: FilteredPacket) -> Branch:
+    """Return a packet as it comes to the next hook."""
+    seen = branch.seen
+    if hook == "output" and packet.is_from_node and not seen.is_from_node:
+        return branch._replace(seen=_first(packet, hook))
+    return branch._replace(seen=seen._replace(
+        input=packet.input, output=packet.output, is_from_node=packet.is_from_node))
+
+
+def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
+    """Return the translation that a service proxy makes, which may mark the packet, too."""
+
+    def translate(seen: Seen) -> Seen:
+        flow = seen.packet.flow._replace(destination=packet.destination, port=packet.port)
+        connection = seen.connection
+        if connection is not None and packet.is_translated:
+            connection = connection._replace(
+                status=connection.status | Status.DST_NAT | Status.DST_NAT_DONE, reply=flow.reversed())
+        mark: Number = seen.mark if seen.mark != "the mark" or packet.mark is None else packet.mark
+        return seen._replace(
+            packet=seen.packet.with_flow(flow), connection=connection, mark=mark)
+
+    return translate
+
+
+def _is_not_of_service_proxy(chain: BaseChain) -> bool:
+    """Return whether a chain is in no table of kproxy's or kube-proxy's, which ``kproxy explain`` reads."""
+    return chain.table not in ("kproxy", "kube-proxy") and not chain.table.startswith("kproxy-")
 
 
 _SERVICE_CHAIN: Final = re.compile(
     r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
-    r"SOURCE-RANGES-FIREWALL|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
-"""Filter chains of service proxies in the tables of iptables, which are not other programs' either.
+    r"SOURCE-RANGES-FIREWALL|POSTROUTING|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
+"""Chains of service proxies in the tables of iptables, which are not other programs' either.
 KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 
 
-# Verdicts (linux/netfilter.h, enum nft_verdicts), and the end of a chain.
-
-_DROP, _QUEUE = 0, 3
-_CONTINUE, _BREAK, _JUMP, _GOTO, _RETURN = -1, -2, -3, -4, -5
-
-_MOST_RULES = 20_000
-"""Rules that one packet may meet: chains may be reached on many ways."""
-
-_Words = dict[int, bytes | None]
-
-
-class _NotKnown(Exception):
-    """An expression is not understood."""
-
-
-class _Broken(Exception):
-    """The rule does not match."""
-
-
-class _Walk:
-    """The way through one base chain."""
-
-    def __init__(self, filters: Filters, base: BaseChain, packet: FilteredPacket) -> None:
-        self._filters = filters
-        self._base = base
-        self._packet = packet
-        self.mark = packet.mark
-        self._ends: list[Drop] = []
-        self._doubts: dict[str, None] = {}
-        """Those about rules that may have accepted the packet."""
-        self._met = 0
-
-    def ends(self) -> list[Drop]:
-        """Return the places where the packet may end, the last one for certain if one is."""
-        is_final = self._chain(self._base.name, ())
-        unclear = (f"more than {_MOST_RULES:,} rules",) if self._met > _MOST_RULES else ()
-        if unclear or (not is_final and self._base.drops_by_policy):
-            self._end(self._base.name, None, 0, self._base.packets, unclear, rejects=False)
-        return self._ends
-
-    def _end(
-        self, chain: str, number: int | None, handle: int, packets: int | None, unclear: tuple[str, ...], *,
-        rejects: bool,
-    ) -> None:
-        self._ends.append(Drop(
-            self._base.family, self._base.table, chain, number, handle, rejects, packets, not unclear,
-            tuple(dict.fromkeys((*self._doubts, *unclear)))))
-
-    def _chain(self, name: str, unclear: tuple[str, ...]) -> bool:
-        """Return whether the packet has met a final verdict for certain, if it has met the chain for certain.
-
-        *unclear*: the reasons why it is not certain that the packet meets the chain.
-        """
-        for number, rule in enumerate(self._filters.rules(self._base.family, self._base.table, name), 1):
-            self._met += 1
-            if self._met > _MOST_RULES:
-                return True
-            run = _Run(self._filters, self._base, self._packet, self.mark)
-            verdict, problems = run.verdict(rule.expressions)
-            if verdict is None:
-                continue
-            here = tuple(f"{problem} in rule {number} of chain {name}" for problem in problems)
-            why = (*unclear, *here)
-            self.mark = run.mark if not why or run.mark == self.mark else None
-            end = self._apply(verdict, name, number, rule, run, why)
-            if end is None:
-                continue
-            if not here:  # As certain as the chain itself: the rest of it is not met.
-                return end and not why
-            if verdict.code in (_RETURN, _GOTO):
-                unclear = why
-        return False
-
-    def _apply(
-        self, verdict: VerdictOf, name: str, number: int, rule: HeldRule, run: "_Run", why: tuple[str, ...],
-    ) -> bool | None:
-        """Apply the verdict of a rule. None: the next rule decides; else as `_chain`."""
-        if verdict.code == _DROP:
-            self._end(name, number, rule.handle, run.packets, why, rejects=run.rejects)
-            return True
-        if verdict.code in (_JUMP, _GOTO):
-            if _SERVICE_CHAIN.fullmatch(verdict.chain):
-                return None if verdict.code == _JUMP else False
-            end = self._chain(verdict.chain, why)
-            return True if end else (None if verdict.code == _JUMP else False)
-        if verdict.code == _RETURN:
-            return False
-        if verdict.code in (_CONTINUE, _BREAK):
-            return None
-        if verdict.code & 0xFF == _QUEUE:
-            why = (*why, f"queue in rule {number} of chain {name}")
-        self._doubts.update(dict.fromkeys(why))
-        return True
-
-
-def _u32(value: bytes) -> int:
-    return int.from_bytes(value, "big")
-
-
-def _host(value: int, size: int = 4) -> bytes:
-    return value.to_bytes(size, sys.byteorder)
-
-
-def _data(value: bytes) -> bytes:
-    return attributes(value).get(1, b"")
-
-
-def parse_verdict(data: bytes) -> VerdictOf | None:
-    """Return the verdict in the attribute that holds data of a rule or of an element; None: other data."""
-    found = attributes(data).get(2)
-    if found is None:
-        return None
-    parts = attributes(found)
-    return VerdictOf(int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b"")))
-
-
-_INTERVAL = 4
-
-
-def parse_held_set(found: Attributes, elements: Sequence[SetElement]) -> HeldSet:
-    """Return a set with its listed attributes."""
-    fields = attributes(found.get(9, b"")).get(2, b"")
-    spans = attribute_spans(fields, 0, len(fields))
-    sizes = (_u32(attributes(fields, start, end)[1]) for _, start, end in spans)
-    is_interval = bool(_u32(found.get(3, b"")) & _INTERVAL)
-    return HeldSet(_u32(found.get(5, b"")), is_interval, tuple(sizes) if is_interval else (), elements)
-
-
-def parse_base_chain(family: str, found: Attributes) -> BaseChain | None:
-    """Return a listed chain; None if it is not at a hook."""
-    hook = attributes(found.get(4, b""))
-    if 1 not in hook or _u32(hook[1]) >= len(_HOOKS):
-        return None
-    counted = attributes(found[8]).get(2) if 8 in found else None
-    return BaseChain(
-        family, text(found[1]), text(found[3]), text(found.get(7, b"")), _HOOKS[_u32(hook[1])],
-        int.from_bytes(hook.get(2, b""), "big", signed=True), _u32(found.get(5, bytes([1]))) == _DROP,
-        None if counted is None else _u32(counted))
-
-
-_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting")
-
-
-def parse_set_elements(data: bytes, start: int, end: int) -> Iterator[SetElement]:
-    """Yield the elements in a message about them."""
-    for kind, first, last in attribute_spans(data, start, end):
-        if kind == 3:
-            for _, at, behind in attribute_spans(data, first, last):
-                found = attributes(data, at, behind)
-                flags = _u32(found.get(3, b""))
-                value = found.get(2, b"")
-                yield SetElement(
-                    _data(found.get(1, b"")), _data(found.get(10, b"")), bool(flags & 1), bool(flags & 2),
-                    _data(value), parse_verdict(value))
-
-
-class _Run:
-    """The run of one rule's expressions. Registers are words of four bytes, None where not known."""
-
-    def __init__(self, filters: Filters, base: BaseChain, packet: FilteredPacket, mark: int | None) -> None:
-        self._filters = filters
-        self._base = base
-        self._packet = packet
-        self.mark = mark
-        self.packets: int | None = None
-        self.rejects = False
-        self._words: _Words = {}
-        self._problems: dict[str, None] = {}
-        self._verdict = VerdictOf(_CONTINUE)
-
-    def verdict(self, expressions: Sequence[Expression]) -> tuple[VerdictOf | None, tuple[str, ...]]:
-        """Return the verdict, None if the rule does not match, and what makes it unclear whether it does."""
-        try:
-            for expression in expressions:
-                step = _STEPS.get(expression.name)
-                try:
-                    if step is not None:
-                        step(self, expression.attributes)
-                    elif expression.name not in _WITHOUT_EFFECT:
-                        raise _NotKnown(expression.name)
-                except _NotKnown as problem:
-                    self._problems[str(problem)] = None
-                    self._words.clear()
-                except (KeyError, ValueError, Malformed):  # Attributes of a newer kernel.
-                    self._problems[expression.name] = None
-                    self._words.clear()
-                if self._verdict.code != _CONTINUE:
-                    break
-        except _Broken:
-            return None, ()
-        return self._verdict, tuple(self._problems)
-
-    # Registers.
-
-    def _store(self, register: bytes, value: bytes | None, size: int) -> None:
-        word = _word(register, size)
-        for at in range(-(-size // 4)):
-            part = None if value is None else value[at * 4 : at * 4 + 4].ljust(4, b"\0")
-            self._words[word + at] = part
-
-    def _load(self, register: bytes, size: int) -> bytes | None:
-        word = _word(register, size)
-        parts = [self._words.get(word + at) for at in range(-(-size // 4))]
-        return None if None in parts else b"".join(filter(None, parts))[:size]
-
-    def _decide(self, is_match: bool | None, what: str) -> None:
-        """End the rule if it does not match; None: that is not known."""
-        if is_match is None:
-            self._problems[what] = None
-        elif not is_match:
-            raise _Broken
-
-    # Expressions that load a value.
-
-    def _payload(self, found: Attributes) -> None:
-        if 5 in found:  # It writes the header.
-            return
-        base, offset, size = (_u32(found[kind]) for kind in (2, 3, 4))
-        header = {1: _network_header, 2: _transport_header}.get(base, lambda _: [])(self._packet)
-        part = header[offset : offset + size]
-        known = bytes(byte for byte in part if byte is not None)
-        self._store(found[1], known if len(known) == size else None, size)
-
-    def _meta(self, found: Attributes) -> None:
-        key = _u32(found[2])
-        if 3 in found:
-            if key == 3:
-                value = self._load(found[3], 4)
-                self.mark = None if value is None else int.from_bytes(value, sys.byteorder)
-            return
-        packet, hook = self._packet, self._base.hook
-        has_arrived = hook not in ("output", "postrouting") or not packet.is_from_node
-        arrived = packet.input if has_arrived else NO_INTERFACE
-        leaves = NO_INTERFACE if hook in ("prerouting", "input") else packet.output
-        values: dict[int, tuple[bytes | None, int]] = {
-            1: (b"\x08\x00" if packet.family is Family.IPV4 else b"\x86\xdd", 2),
-            3: (None if self.mark is None else _host(self.mark), 4),
-            4: (arrived and _host(arrived.number), 4), 5: (leaves and _host(leaves.number), 4),
-            6: (arrived and _name(arrived), 16), 7: (leaves and _name(leaves), 16),
-            15: (bytes([packet.family.af]), 1), 16: (bytes([packet.protocol]), 1),
-        }  # fmt: skip
-        value, size = values.get(key, (None, 16))
-        self._store(found[1], value, size)
-
-    def _ct(self, found: Attributes) -> None:
-        if 1 not in found:
-            return
-        key, packet, base = _u32(found[2]), self._packet, self._base
-        if base.hook in ("prerouting", "output") and base.priority < CONNTRACK:
-            if key:
-                raise _Broken
-            self._store(found[1], _host(_INVALID), 4)
-            return
-        values: dict[int, bytes | None] = {
-            0: _host(_NEW), 1: b"\0", 2: _host(_DST_NAT if packet.is_translated else 0), 3: _host(0),
-            7: bytes([packet.family.af]), 10: bytes([packet.protocol]),
-        }  # fmt: skip
-        if found.get(3) == b"\0":  # Of the original direction.
-            values |= dict.fromkeys((8, 19, 21), packet.source) | dict.fromkeys((9, 20, 22), packet.dialled)
-            values[12] = _port(packet.dialled_port)
-        value = values.get(key)
-        self._store(found[1], value, len(value) if value is not None else 16)
-
-    def _fib(self, found: Attributes) -> None:
-        result, flags, packet = _u32(found[2]), _u32(found[3]), self._packet
-        value: bytes | None = None
-        if result == 3:
-            is_local = packet.is_from_node if flags & 1 else packet.is_to_node
-            value = _host(_RTN_LOCAL if is_local else _RTN_UNICAST)
-        elif flags & 1 and flags & 8 and packet.input is not None:  # The route back leads where it came from.
-            value = _host(1 if flags & 32 else packet.input.number) if result == 1 else _name(packet.input)
-        self._store(found[1], value, 16 if result == 2 else 4)
-
-    def _immediate(self, found: Attributes) -> None:
-        verdict = parse_verdict(found[2])
-        if verdict is not None:
-            self._verdict = verdict
-        else:
-            value = _data(found[2])
-            self._store(found[1], value, len(value))
-
-    def _nothing_known(self, found: Attributes) -> None:
-        if 1 in found:
-            self._store(found[1], None, 16)
-
-    # Expressions that compute with a value, and that match it.
-
-    def _bitwise(self, found: Attributes) -> None:
-        size = _u32(found[3])
-        value = self._load(found[1], size)
-        if _u32(found.get(6, b"")) or 4 not in found:
-            value = None
-        if value is not None:
-            mask, xor = _data(found[4]), _data(found[5])
-            value = bytes(a & b ^ c for a, b, c in zip(value, mask, xor, strict=False))
-        self._store(found[2], value, size)
-
-    def _byteorder(self, found: Attributes) -> None:
-        length, size = _u32(found[4]), _u32(found[5])
-        value = self._load(found[1], length)
-        if value is not None and sys.byteorder == "little" and size:
-            value = b"".join(value[at : at + size][::-1] for at in range(0, length, size))
-        self._store(found[2], value, length)
-
-    def _cmp(self, found: Attributes) -> None:
-        wanted = _data(found[3])
-        value = self._load(found[1], len(wanted))
-        is_match = None if value is None else _COMPARED[_u32(found[2])](value, wanted)
-        self._decide(is_match, "an unknown value")
-
-    def _range(self, found: Attributes) -> None:
-        first, last = _data(found[3]), _data(found[4])
-        value = self._load(found[1], len(first))
-        is_match = None if value is None else (first <= value <= last) is not bool(_u32(found[2]))
-        self._decide(is_match, "an unknown value")
-
-    def _lookup(self, found: Attributes) -> None:
-        name = text(found[1])
-        held = self._filters.held_set(self._base.family, self._base.table, name)
-        value = self._load(found[2], held.key_size) if held is not None else None
-        if held is None or value is None:
-            raise _NotKnown(f"an unknown value, looked up in set {name}")
-        element = held.find(value)
-        if (element is None) is not bool(_u32(found.get(5, b"")) & 1):
-            raise _Broken
-        if element is not None and 3 in found:
-            if element.verdict is not None:
-                self._verdict = element.verdict
-            else:
-                self._store(found[3], element.value, len(element.value))
-
-    def _counter(self, found: Attributes) -> None:
-        self.packets = _u32(found.get(2, b""))
-
-    def _reject(self, found: Attributes) -> None:
-        self.rejects, self._verdict = True, VerdictOf(_DROP)
-
-    def _queue(self, found: Attributes) -> None:
-        self._verdict = VerdictOf(_QUEUE)
-
-    def _object(self, found: Attributes) -> None:
-        if _u32(found.get(1, b"")) in (2, 4):
-            raise _NotKnown("a limit or a quota")
-
-    # Matches and targets of iptables.
-
-    def _match(self, found: Attributes) -> None:
-        name, info = text(found[1]), found.get(3, b"")
-        known = _MATCHES.get(name)
-        if known is None:
-            raise _NotKnown(f"match {name}")
-        try:
-            is_match = known(self, _u32(found.get(2, b"")), info)
-        except struct.error:
-            is_match = None
-        self._decide(is_match, f"match {name}")
-
-    def _target(self, found: Attributes) -> None:
-        name = text(found[1])
-        if name == "REJECT":
-            self.rejects, self._verdict = True, VerdictOf(_DROP)
-        elif name == "NFQUEUE":
-            self._verdict = VerdictOf(_QUEUE)
-        elif name in ("MARK", "CONNMARK"):
-            self.mark = None
-
-    def _xt_conntrack(self, revision: int, info: bytes) -> bool | None:
-        form = struct.Struct("=138x4H2H2B" if revision == 1 else "=138x4H2H2H")
-        *_, flags, inverted, states, statuses = form.unpack_from(info)
-        if flags & ~(_XT_STATE | _XT_STATUS):
-            return None
-        is_translated = self._packet.is_translated
-        if flags & _XT_STATE:
-            is_tracked = not (
-                self._base.hook in ("prerouting", "output") and self._base.priority < CONNTRACK)
-            state = (_NEW if is_tracked else _INVALID) | (_XT_DNAT if is_translated else 0)
-            if bool(states & state) is bool(inverted & _XT_STATE):
-                return False
-        if flags & _XT_STATUS:
-            status = _DST_NAT if is_translated else 0
-            if bool(statuses & status) is bool(inverted & _XT_STATUS):
-                return False
-        return True
-
-    def _xt_addrtype(self, revision: int, info: bytes) -> bool | None:
-        source, destination, flags = struct.unpack_from("=HHI", info)
-        if revision != 1 or flags & ~3:
-            return None
-        packet = self._packet
-        for types, is_local, inverted in (
-                (source, packet.is_from_node, flags & 1), (destination, packet.is_to_node, flags & 2)):
-            kind = 1 << (_RTN_LOCAL if is_local else _RTN_UNICAST)
-            if types and bool(types & kind) is bool(inverted):
-                return False
-        return True
-
-    def _xt_rpfilter(self, revision: int, info: bytes) -> bool | None:
-        """The route back leads where the packet came from, as in `_fib`."""
-        (flags,) = struct.unpack_from("=B", info)
-        return None if self._packet.input is None else not flags & 8
-
-    def _xt_mark(self, revision: int, info: bytes) -> bool | None:
-        mark, mask, inverted = struct.unpack_from("=IIB", info)
-        return None if self.mark is None else (self.mark & mask == mark) is not bool(inverted)
-
-    def _xt_tcp(self, revision: int, info: bytes) -> bool | None:
-        first, last, low, high, option, mask, flags, inverted = struct.unpack_from("=4H4B", info)
-        if option or inverted & ~7:
-            return None
-        is_syn = None if not mask else (mask & _SYN == flags) is not bool(inverted & 4)
-        if is_syn is False:
-            return False
-        return self._ports(first, last, low, high, inverted)
-
-    def _xt_udp(self, revision: int, info: bytes) -> bool | None:
-        return self._ports(*struct.unpack_from("=4HB", info))
-
-    def _ports(self, first: int, last: int, low: int, high: int, inverted: int) -> bool | None:
-        port = self._packet.port
-        if (low, high) != (0, 0xFFFF):
-            if port is None:
-                return None
-            if (low <= port <= high) is bool(inverted & 2):
-                return False
-        return True if (first, last) == (0, 0xFFFF) and not inverted & 1 else None
-
-
-_NEW, _INVALID, _DST_NAT = 8, 1, 32
-"""NF_CT_STATE_BIT of a new connection, NF_CT_STATE_INVALID_BIT, IPS_DST_NAT."""
-_XT_STATE, _XT_STATUS, _XT_DNAT = 1, 64, 128
-"""XT_CONNTRACK_STATE, XT_CONNTRACK_STATUS, XT_CONNTRACK_STATE_DNAT."""
-_RTN_UNICAST, _RTN_LOCAL = 1, 2
-_SYN = 2
-
-_WITHOUT_EFFECT = frozenset(
-    {"log", "last", "notrack", "dynset", "flow_offload", "dup", "nat", "masq", "redir"})
-"""Expressions that neither match nor end the packet."""
-
-_STEPS: dict[str, Callable[[_Run, Attributes], None]] = {
-    "payload": _Run._payload, "meta": _Run._meta, "ct": _Run._ct, "fib": _Run._fib,
-    "immediate": _Run._immediate, "bitwise": _Run._bitwise, "byteorder": _Run._byteorder, "cmp": _Run._cmp,
-    "range": _Run._range, "lookup": _Run._lookup, "counter": _Run._counter, "reject": _Run._reject,
-    "queue": _Run._queue, "objref": _Run._object, "match": _Run._match, "target": _Run._target,
-    **dict.fromkeys(("exthdr", "rt", "socket", "numgen", "hash", "tunnel", "xfrm"), _Run._nothing_known),
-}  # fmt: skip
-
-_MATCHES: dict[str, Callable[[_Run, int, bytes], bool | None]] = {
-    "comment": lambda run, revision, info: True,
-    "conntrack": _Run._xt_conntrack, "addrtype": _Run._xt_addrtype, "mark": _Run._xt_mark,
-    "rpfilter": _Run._xt_rpfilter, "tcp": _Run._xt_tcp, "udp": _Run._xt_udp,
-    "rt": lambda run, revision, info: False,  # First packets have no routing header.
-}  # fmt: skip
-
-_COMPARED: dict[int, Callable[[bytes, bytes], bool]] = {
-    0: bytes.__eq__, 1: bytes.__ne__, 2: bytes.__lt__, 3: bytes.__le__, 4: bytes.__gt__, 5: bytes.__ge__,
-}
-
-
-_REGISTERS = 80
-"""Bytes of all registers (NFT_REG_MAX)."""
-
-
-def _word(register: bytes, size: int) -> int:
-    """Return the word where a register of *size* begins: 1 to 4 have 16 bytes, those from 8 on four."""
-    number = _u32(register)
-    if size > _REGISTERS:
-        raise ValueError(f"no register has {size} bytes")
-    return number - 8 if number >= 8 else (number - 1) * 4
-
-
-def _name(interface: Interface) -> bytes:
-    return interface.name.encode().ljust(16, b"\0")[:16]
-
-
-def _port(port: int | None) -> bytes | None:
-    return None if port is None else port.to_bytes(2, "big")
-
-
-_Bytes = list[int | None]
-
-
-def _bytes(value: bytes | None, size: int) -> _Bytes:
-    return list(value) if value is not None else [None] * size
-
-
-def _network_header(packet: FilteredPacket) -> _Bytes:
-    size = packet.family.size
-    source, destination = _bytes(packet.source, size), _bytes(packet.destination, size)
-    if packet.family is Family.IPV4:
-        return [0x45, *[None] * 8, packet.protocol, None, None, *source, *destination]
-    return [*[None] * 6, packet.protocol, None, *source, *destination]
-
-
-def _transport_header(packet: FilteredPacket) -> _Bytes:
-    flags: _Bytes = [*[None] * 9, _SYN] if packet.protocol is net.Protocol.TCP else [None] * 4
-    return [None, None, *_bytes(_port(packet.port), 2), *flags]
-
+def _is_not_service_chain(name: str) -> bool:
+    return _SERVICE_CHAIN.fullmatch(name) is None

@@ -33,8 +33,9 @@ from kproxy_core.netlink import sockets as netlink
 from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft import transaction
-from kproxy_core.nft.interpret import FilteredPacket, Interface, drops
+from kproxy_core.nft.interpret import FilteredPacket, drops
 from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.kernel import sockets as socket_storage

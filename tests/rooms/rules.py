@@ -90,6 +90,7 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 ONLY_ENCODE = (
     "kproxy_core.netlink.messages", "kproxy_core.nft.messages", "kproxy_core.nft.rules",
     "kproxy_core.nft.elements", "kproxy_core.nft.objects", "kproxy_core.nft.interpret",
+    "kproxy_core.nft.packet", "kproxy_core.nft.xt",
     "kproxy_core.linux.relay.orders",
 )
 """The pure modules of rooms with input and output, which pure modules may import."""

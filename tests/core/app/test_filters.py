@@ -9,7 +9,8 @@ from kproxy_core.app.filters import place, way
 from kproxy_core.contract.values import Question, Translation
 from kproxy_core.model.address import Address, Protocol, format_address, parse_address
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.interpret import Drop, Interface
+from kproxy_core.nft.interpret import Drop
+from kproxy_core.nft.packet import Interface
 from kproxy_core.plan.fate import EndpointShare, Origin, Packet
 from tests.core.app.test_explain import known
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
-from kproxy_core.nft.interpret import BaseChain, FilteredPacket, HeldSet, Interface, SetElement, drops
+from kproxy_core.nft.interpret import BaseChain, FilteredPacket, HeldSet, SetElement, drops
+from kproxy_core.nft.packet import Interface
 from kproxy_core.nft.rules import Expression, HeldRule
 
 PACKET = FilteredPacket(
