@@ -12,6 +12,7 @@ linux/netfilter/nf_tables.h; the effects are those of Linux 6.18.
 import enum
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol, Self
@@ -362,6 +363,7 @@ _MOST_RULES = 50_000
 """Rules that one packet may meet: chains may be reached on many ways."""
 
 _Filter = Callable[[BaseChain], bool]
+_Step = Callable[[list[Branch]], list[Branch]]
 
 
 class _Way:
@@ -389,7 +391,8 @@ class _Way:
                 self._end(Fate.SENT, "postrouting", None, None, branch)
         looped = [
             branch._replace(seen=_looped(branch.seen)) for branch in passed if branch.seen.output == LOOPBACK]
-        self._received(self.hook("prerouting", looped))
+        # They keep the route that they were sent by.
+        self._deliver(self.hook("prerouting", looped))
 
     def _received(self, branches: Iterable[Branch]) -> None:
         local: list[Branch] = []
@@ -408,10 +411,13 @@ class _Way:
                 onwards.append(branch._replace(seen=branch.seen._replace(output=route.output)))
             else:
                 self._end(Fate.UNROUTABLE, "prerouting", None, None, branch)
-        for branch in self.hook("input", local):
-            self._end(Fate.DELIVERED, "input", None, None, branch)
+        self._deliver(local)
         for branch in self.hook("postrouting", self.hook("forward", onwards)):
             self._end(Fate.SENT, "postrouting", None, None, branch)
+
+    def _deliver(self, branches: Sequence[Branch]) -> None:
+        for branch in self.hook("input", branches):
+            self._end(Fate.DELIVERED, "input", None, None, branch)
 
     def _routed(self, branches: Iterable[Branch], hook: str) -> list[Branch]:
         """Return the packets that the node sends, each with the interface to which it is routed."""
@@ -440,42 +446,52 @@ class _Way:
         if not branches:
             return []
         family = branches[0].seen.packet.family.ip
+        # Of chains with the same priority, the last one made is the first one met.
         chains = [
             chain for chain in reversed(self.ruleset.base_chains())
             if chain.hook == hook and chain.family in ("inet", family) and self._follows(chain)]
-        # Of chains with the same priority, the last one made is the first one met.
         chains.sort(key=lambda chain: chain.priority)
-        filters = [chain for chain in chains if chain.type != "nat"]
-        translating = SRCNAT if hook in _SOURCE_HOOKS else DSTNAT
-        steps: list[tuple[int, Callable[[list[Branch]], list[Branch]]]] = [
-            (chain.priority, self._base(chain)) for chain in filters]
-        if hook in ("prerouting", "output"):
-            steps.append((CONNTRACK, _tracked))
         nat = [chain for chain in chains if chain.type == "nat"]
-        steps.append((translating, lambda found: self._translated(hook, nat, found, translate)))
+        steps: dict[int, _Step] = {
+            SRCNAT if hook in _SOURCE_HOOKS else DSTNAT: partial(self._translated, hook, nat, translate)}
+        if hook in ("prerouting", "output"):
+            steps[CONNTRACK] = _tracked
         current = list(branches)
-        for _, step in sorted(steps, key=lambda item: item[0]):
-            current = step(current)
-        return current
+        behind = [chain for chain in chains if chain.type != "nat"]
+        for priority in sorted(steps):
+            current = self._through_each([each for each in behind if each.priority < priority], current)
+            beside = [each for each in behind if each.priority == priority]
+            behind = [each for each in behind if each.priority > priority]
+            current = self._beside(steps[priority], beside, current)
+        return self._through_each(behind, current)
 
-    def _base(self, chain: BaseChain) -> Callable[[list[Branch]], list[Branch]]:
-        def run(branches: list[Branch]) -> list[Branch]:
-            found = self._through(chain, branches)
-            if chain.type != "route":
-                return found
-            changed: list[Branch] = []
-            same: list[Branch] = []
-            before = {(each.seen.mark, each.seen.packet) for each in branches}
-            for branch in found:
-                is_same = (branch.seen.mark, branch.seen.packet) in before
-                (same if is_same else changed).append(branch)
-            return [*same, *self._routed(changed, chain.hook)]
+    def _beside(self, step: _Step, chains: Sequence[BaseChain], branches: list[Branch]) -> list[Branch]:
+        """Return the packets behind *step* of the kernel and *chains* of its priority, in either order."""
+        if not chains:
+            return step(branches)
+        doubt = f"the order at priority {chains[0].priority}"
+        before, after = (
+            [branch._replace(chance=branch.chance.given(doubt, matched=is_first)) for branch in branches]
+            for is_first in (True, False))
+        return _joined([*self._through_each(chains, step(before)), *step(self._through_each(chains, after))])
 
-        return run
+    def _through_each(self, chains: Iterable[BaseChain], branches: list[Branch]) -> list[Branch]:
+        for chain in chains:
+            branches = self._base(chain, branches)
+        return branches
+
+    def _base(self, chain: BaseChain, branches: list[Branch]) -> list[Branch]:
+        found = self._through(chain, branches) if branches else []
+        if chain.type != "route":
+            return found
+        before = {(each.seen.mark, each.seen.packet) for each in branches}
+        changed = [each for each in found if (each.seen.mark, each.seen.packet) not in before]
+        same = [each for each in found if (each.seen.mark, each.seen.packet) in before]
+        return [*same, *self._routed(changed, chain.hook)]
 
     def _translated(
-        self, hook: str, chains: Sequence[BaseChain], branches: list[Branch],
-        translate: Callable[[Seen], Seen] | None,
+        self, hook: str, chains: Sequence[BaseChain], translate: Callable[[Seen], Seen] | None,
+        branches: list[Branch],
     ) -> list[Branch]:
         """Return the packets behind the translation at *hook*: the first that a chain makes, or none."""
         bit = done(is_source=hook in _SOURCE_HOOKS)
@@ -577,7 +593,14 @@ def _looped(seen: Seen) -> Seen:
 
 
 def _tracked(branches: list[Branch]) -> list[Branch]:
-    return [branch._replace(seen=track(branch.seen)) for branch in branches]
+    found = []
+    for branch in branches:
+        chance = branch.chance
+        if not branch.seen.packet.is_sound:  # A wrong checksum makes it invalid, if it is looked at.
+            found.append(branch._replace(chance=chance.given("the checksum", matched=False)))
+            chance = chance.given("the checksum", matched=True)
+        found.append(branch._replace(seen=track(branch.seen), chance=chance))
+    return found
 
 
 def track(seen: Seen) -> Seen:
@@ -618,9 +641,14 @@ def _joined(branches: Sequence[Branch]) -> list[Branch]:
 def _met_by_either(one: tuple[Met, ...], other: tuple[Met, ...]) -> tuple[Met, ...]:
     if one == other:
         return one
-    certain = {met.place for met in one if met.is_certain} & {met.place for met in other if met.is_certain}
-    return tuple(
-        Met(place, place in certain) for place in dict.fromkeys(met.place for met in (*one, *other)))
+    same = next((at for at, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours), min(
+        len(one), len(other)))
+    rest = [Counter(met.place for met in each[same:]) for each in (one, other)]
+    certain = [Counter(met.place for met in each[same:] if met.is_certain) for each in (one, other)]
+    both = certain[0] & certain[1]
+    return (*one[:same], *(
+        Met(place, number < both[place])
+        for place, count in (rest[0] | rest[1]).items() for number in range(count)))
 
 
 # One rule.
@@ -685,6 +713,7 @@ class _Run:
                 return step(self, expression.attributes) or ()
             return () if expression.name in _WITHOUT_EFFECT else self._strange(expression.name)
         except _NotKnown as problem:
+            self._words.clear()
             return self._decide(Depends(str(problem)))
         except xt.Unreadable as problem:
             return self._strange(str(problem)) if str(problem).startswith("target") else self._decide(
@@ -757,7 +786,12 @@ class _Run:
         base, offset, size = (_u32(found[kind]) for kind in (2, 3, 4))
         packet = self.seen.packet
         if 5 in found:
-            self.seen = self.seen._replace(packet=packet.store(base, offset, self._load(found[5], size)))
+            # Transport checksums cover the transport's header and the addresses.
+            is_covered = base == 2 or (base == 1 and offset + size > packet.addresses_at)
+            is_sound = packet.is_sound and (bool(_u32(found.get(8, b""))) if base == 1 else bool(
+                _u32(found.get(6, b"")))) if is_covered else packet.is_sound
+            changed = packet.store(base, offset, self._load(found[5], size))
+            self.seen = self.seen._replace(packet=changed._replace(is_sound=is_sound))
         elif base == 0 and self.seen.is_from_node and self._base.hook == "output":
             self.verdict = VerdictOf(BREAK)
         else:
@@ -914,16 +948,17 @@ class _Run:
 
     def _exthdr(self, found: Attributes) -> Sequence["_Run"]:
         kind, is_presence = _u32(found.get(6, b"")), bool(_u32(found.get(5, b"")) & 1)
-        if 7 in found:
+        protocol = _OPTIONS_OF.get(kind)
+        if 7 in found or kind > max(_OPTIONS_OF):
             raise _NotKnown("exthdr")
-        protocols = {1: net.Protocol.TCP, 3: net.Protocol.SCTP, 4: _DCCP}
-        if kind in protocols and self.seen.packet.protocol == protocols[kind]:
-            raise _NotKnown("tcp option" if kind == 1 else "exthdr")
-        if kind > 4:
-            raise _NotKnown("exthdr")
-        if not is_presence:
+        if protocol == self.seen.packet.protocol:
+            if not is_presence:
+                raise _NotKnown("exthdr")
+            self._store_unknown(found[1], "exthdr", 1)
+        elif not is_presence:
             return self._decide(False)
-        self._store(found[1], b"\0")
+        else:
+            self._store(found[1], b"\0")
         return ()
 
     def _route(self, found: Attributes) -> Sequence["_Run"]:
@@ -1181,7 +1216,8 @@ _CT_NAMES: Final = {
     18: "ct event", 23: "ct id",
 }  # fmt: skip
 _FIB_SOURCE, _FIB_MARK, _FIB_IIF, _FIB_OIF, _FIB_PRESENT = 1, 4, 8, 16, 32
-_DCCP: Final = 33
+_OPTIONS_OF: Final = {0: None, 1: net.Protocol.TCP, 2: None, 3: net.Protocol.SCTP, 4: 33}
+"""The protocol with options, by NFT_EXTHDR_OP_*; None: the packets of which this tells have none."""
 _LIMITS: Final = ("limit", "quota", "connlimit")
 _HELPER, _SYNPROXY = 3, 10
 _LIMITING_OBJECTS: Final = {2: "quota", 4: "limit", 5: "connlimit"}
@@ -1444,8 +1480,8 @@ def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
 
 def _drop(end: End, place: Place, *, is_certain: bool) -> Drop:
     chance = end.branch.chance
-    is_met = is_certain or not any(doubt.matched for doubt in chance.random) and any(
-        not any(doubt.matched for doubt in case) for case in chance.cases)
+    is_met = is_certain or (not any(doubt.matched for doubt in chance.random) and any(
+        not any(doubt.matched for doubt in case) for case in chance.cases))
     return Drop(
         *place, end.fate is Fate.REJECTED, end.packets, is_met, () if is_certain else chance.doubts)
 

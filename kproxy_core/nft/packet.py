@@ -50,6 +50,8 @@ class Packet(NamedTuple):
     protocol: int
     network: Bytes
     transport: Bytes
+    is_sound: bool = True
+    """Its checksums are right."""
 
     @classmethod
     def of(cls, family: Family, protocol: int, flow: Flow, flags: int = SYN) -> "Packet":
@@ -77,13 +79,13 @@ class Packet(NamedTuple):
 
     @property
     def flow(self) -> Flow:
-        size, at = self.family.size, self._addresses
+        size, at = self.family.size, self.addresses_at
         return Flow(
             _address(self.network[at : at + size]), _address(self.network[at + size : at + 2 * size]),
             _number(self.transport[:2]), _number(self.transport[2:4]))
 
     @property
-    def _addresses(self) -> int:
+    def addresses_at(self) -> int:
         """The position of the addresses in the network's header."""
         return 12 if self.family is Family.IPV4 else 8
 
@@ -93,7 +95,7 @@ class Packet(NamedTuple):
         return self.transport[13] if self.protocol == _TCP else "tcp flags"
 
     def with_flow(self, flow: Flow) -> "Packet":
-        size, at = self.family.size, self._addresses
+        size, at = self.family.size, self.addresses_at
         addresses = (
             *_known(flow.source, size, "source address"),
             *_known(flow.destination, size, "destination address"))
