@@ -4,6 +4,7 @@
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Self, TypeVar
 
 from kproxy_core.model.address import Family
@@ -19,8 +20,20 @@ from kproxy_core.netlink.messages import (
     text_attribute,
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.elements import CATCH_ALL_LIST, Element, check_complete, parse_elements
-from kproxy_core.nft.interpret import BaseChain, HeldSet, parse_base_chain, parse_held_set, parse_set_elements
+from kproxy_core.nft.elements import (
+    CATCH_ALL,
+    Element,
+    Found,
+    by_key,
+    element_list,
+    elements_by_place,
+    encode_element,
+    names_of,
+    parse_elements,
+    parse_packets,
+    parse_plain,
+)
+from kproxy_core.nft.expressions import BaseChain, HeldSet, parse_base_chain, parse_held_set
 from kproxy_core.nft.messages import (
     ABSENT,
     FAMILIES,
@@ -38,6 +51,7 @@ from kproxy_core.nft.objects import DORMANT, Flowtable, StatefulObject
 from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
 _CHAIN_NAME = 3
@@ -146,21 +160,61 @@ class Reader:
         )  # fmt: skip
 
     def _has_catch_all(self, family: Family, table: str, name: str) -> bool:
-        of = text_attribute(TABLE_NAME, table) + text_attribute(2, name) + CATCH_ALL_LIST
         try:
-            return bool(self.socket.request(GETSETELEM, 0, payload(family, of)))
+            return self._element(family, table, name, CATCH_ALL) is not None
         except OSError as error:
             if error.errno in (*ABSENT, errno.EOPNOTSUPP):
                 return False
             raise
+
+    def element(self, family: Family, table: str, name: str, key: bytes) -> Found:
+        """Return what is found at a key of a map, or of a set without intervals.
+
+        Raises KeyError if it does not exist, OSError.
+        """
+        try:
+            found = self._element(family, table, name, Element(key))
+        except FileNotFoundError as error:
+            raise KeyError(key) from error
+        if found is None:
+            raise KeyError(key)
+        return found[1]
+
+    def _element(
+        self, family: Family, table: str, name: str, element: Element
+    ) -> tuple[bytes, Found] | None:
+        of = names_of(table, name) + element_list(encode_element(element))
+        for data, start, end in self.socket.request(GETSETELEM, 0, payload(family, of)):
+            for found in parse_plain((data, start + NFGENMSG.size, end)):
+                return found
+        return None
 
     def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:
         """Return the elements of a set or a map; none if it does not exist.
 
         Raises InterruptedError if they changed during each attempt, other OSError.
         """
-        of = text_attribute(1, table) + text_attribute(2, name)
-        return self._dumped(GETSETELEM, family, of, _collect_elements) or frozenset()
+        return frozenset(self._by_key(elements_by_place, family, table, name).values())
+
+    def plain_elements(self, family: Family, table: str, name: str) -> dict[bytes, Found]:
+        """Return what is found at each key of a map, or of a set without intervals.
+
+        Without catch-alls, which `HeldTable` names. Nothing if it does not exist. Raises as `elements`.
+        """
+        found = self._by_key(parse_plain, family, table, name)
+        found.pop(CATCH_ALL.key, None)
+        return found
+
+    def packets(self, family: Family, table: str, name: str) -> dict[bytes, int]:
+        """Return the packets that each element of a set has counted, as `plain_elements` does."""
+        found = self._by_key(parse_packets, family, table, name)
+        found.pop(CATCH_ALL.key, None)
+        return found
+
+    def _by_key(
+        self, parse: Callable[[Span], Iterable[tuple[K, T]]], family: Family, table: str, name: str
+    ) -> dict[K, T]:
+        return self._dumped(GETSETELEM, family, names_of(table, name), partial(by_key, parse)) or {}
 
     def counts(self, family: Family, table: str) -> dict[str, int]:
         """Return the number of elements of each set and map of *table*; none if the kernel does not tell it.
@@ -228,17 +282,6 @@ def parse_stateful_object(span: Span) -> StatefulObject:
     with decoding("a stateful object"):
         found = attributes(*span)
         return StatefulObject(text(found[2]), int.from_bytes(found[_OBJECT_TYPE], "big"))
-
-
-def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
-    """Collect elements. Raises InterruptedError if some are missing."""
-    listed = [
-        element for data, start, end in answers
-        for element in parse_elements((data, start + NFGENMSG.size, end))
-    ]  # fmt: skip
-    found = frozenset(listed)
-    check_complete(len(listed), len(found))
-    return found
 
 
 def _named(table: Span) -> TableName:
@@ -333,7 +376,7 @@ class ListedFilters:
             if error.errno in ABSENT:
                 return None
             raise
-        elements = self._dumped(GETSETELEM, family, of, lambda _, span: [*parse_set_elements(*span)])
+        elements = self._dumped(GETSETELEM, family, of, lambda _, span: parse_elements(span))
         with decoding("a set"):
             return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
 

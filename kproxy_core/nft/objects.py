@@ -19,7 +19,14 @@ from kproxy_core.netlink.messages import (
     text_attribute,
     u32_attribute,
 )
-from kproxy_core.nft.elements import Element, element_text, elements_of, encode_element
+from kproxy_core.nft.elements import (
+    Element,
+    element_list,
+    element_request,
+    element_text,
+    elements_of,
+    encode_element,
+)
 from kproxy_core.nft.messages import DELSETELEM, KIND, NEWSETELEM, Command
 from kproxy_core.nft.rules import (
     VERDICT,
@@ -224,8 +231,8 @@ class Table(NamedTuple):
         self, container: Container, held: Collection[Element], wanted: Collection[Element]
     ) -> Iterator[Command]:
         """Turn the *held* elements into the *wanted* ones."""
-        yield from self.delete_elements(container, sorted(frozenset(held).difference(wanted)))
-        yield from self.add_elements(container, sorted(frozenset(wanted).difference(held)))
+        yield from self.delete_elements(container, _ordered(frozenset(held).difference(wanted)))
+        yield from self.add_elements(container, _ordered(frozenset(wanted).difference(held)))
 
     def empty(self, container: Container) -> Command:
         """Delete all elements of a set or a map."""
@@ -240,10 +247,9 @@ class Table(NamedTuple):
         encoded = [data for _, data in entries]
         for part in fitting(encoded):
             shown = ", ".join(text for text, _ in entries[part])
-            yield self._command(
-                f"{verb} element {self.where} {container.name} {{ {shown} }}", kind,
-                text_attribute(2, container.name), nested(3, *encoded[part]),
-                flags=NLM_F_CREATE if kind == NEWSETELEM else 0)
+            request = element_request(
+                self.family, self.name, container.name, kind, element_list(*encoded[part]))
+            yield Command(f"{verb} element {self.where} {container.name} {{ {shown} }}", request)
 
     def _write_flowtable(self, flowtable: Flowtable) -> Iterator[Command]:
         """Replace the flowtable: adding it removes no device. The next packets add their flows again."""
@@ -403,6 +409,11 @@ def _word(container: Container) -> str:
 def constant_elements(container: Container) -> list[Element]:
     """Return the constant elements as the kernel holds them."""
     return [element for item in container.constant or () for element in elements_of(item)]
+
+
+def _ordered(elements: Iterable[Element]) -> list[Element]:
+    """Return *elements* in an order that does not depend on hashes: data may be of several types."""
+    return sorted(elements, key=lambda element: (element.key, element.last, element.is_end))
 
 
 def _entries(container: Container, elements: Iterable[Element]) -> list[tuple[str, bytes]]:

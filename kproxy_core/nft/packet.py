@@ -228,14 +228,6 @@ class Share(NamedTuple):
 Answer = bool | Depends | Share
 
 
-# Verdicts (linux/netfilter.h, enum nft_verdicts), and those within chains.
-
-DROP, ACCEPT, STOLEN, QUEUE = 0, 1, 2, 3
-CONTINUE, BREAK, JUMP, GOTO, RETURN = -1, -2, -3, -4, -5
-UNKNOWN: Final = -100
-"""What becomes of the packet is not known."""
-
-
 # Translation.
 
 

@@ -7,15 +7,10 @@ from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Family
 from kproxy_core.nft.packet import (
-    ACCEPT,
-    CONTINUE,
-    DROP,
     NO_INTERFACE,
-    QUEUE,
     RTN_LOCAL,
     RTN_MULTICAST,
     RTN_UNICAST,
-    STOLEN,
     Answer,
     Depends,
     Flow,
@@ -28,6 +23,12 @@ from kproxy_core.nft.packet import (
     Tracking,
     Translation,
 )
+from kproxy_core.nft.rules import NF_ACCEPT, NF_DROP, NF_QUEUE, NFT_CONTINUE
+
+STOLEN: Final = 2
+"""NF_STOLEN: the kernel answers the packet itself."""
+UNKNOWN: Final = -100
+"""No verdict of the kernel: what becomes of the packet is not known."""
 
 
 class Sight(NamedTuple):
@@ -349,7 +350,7 @@ class Effect(NamedTuple):
     """What a target does."""
 
     seen: Seen
-    verdict: int = CONTINUE
+    verdict: int = NFT_CONTINUE
     translation: Translation | None = None
     rejects: bool = False
 
@@ -437,7 +438,7 @@ def _nat(sight: Sight, revision: int, info: bytes, *, is_source: bool) -> Effect
         first, last = info[4 : 4 + size], info[20 : 20 + size]
         ports = struct.unpack_from(">2H", info, 36)
     has_address = flags & 1
-    return Effect(sight.seen, ACCEPT, Translation(
+    return Effect(sight.seen, NF_ACCEPT, Translation(
         is_source, Address(first) if has_address else None, Address(last) if has_address else None,
         (ports[0], ports[1]) if flags & 2 else None, flags))
 
@@ -482,8 +483,8 @@ _TARGETS: Final[dict[str, Callable[[Sight, int, bytes], Effect]]] = {
     "DNAT": lambda sight, revision, info: _nat(sight, revision, info, is_source=False),
     "SNAT": lambda sight, revision, info: _nat(sight, revision, info, is_source=True),
     "MASQUERADE": _masquerade, "REDIRECT": _redirect, "NETMAP": _map_network,
-    "REJECT": lambda sight, revision, info: Effect(sight.seen, DROP, rejects=True),
-    "NFQUEUE": lambda sight, revision, info: Effect(sight.seen, QUEUE),
+    "REJECT": lambda sight, revision, info: Effect(sight.seen, NF_DROP, rejects=True),
+    "NFQUEUE": lambda sight, revision, info: Effect(sight.seen, NF_QUEUE),
     "SYNPROXY": lambda sight, revision, info: Effect(sight.seen, STOLEN),
     "HMARK": lambda sight, revision, info: Effect(sight.seen._replace(mark="HMARK")),
 }  # fmt: skip

@@ -26,6 +26,7 @@ from kproxy_core.nft.rules import (
     Key,
     Rule,
     Statement,
+    Verdict,
     among,
     count,
     ct_state,
@@ -145,9 +146,9 @@ def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
     return templates_behind(verdict for plan in plans for verdict in verdicts(plan))
 
 
-def templates_behind(verdicts: Iterable[str]) -> set[Template]:
+def templates_behind(verdicts: Iterable[Verdict]) -> set[Template]:
     """Return the templates that are reachable from *verdicts*."""
-    found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
+    found = (names.parse_template(verdict.chain) for verdict in set(verdicts))
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 

@@ -69,7 +69,7 @@ IMPORTED_AS = {
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux", "nft", "netlink"})
 
 PURE_MODULES = frozenset(
-    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
+    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
      "counting"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
@@ -90,7 +90,7 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 ONLY_ENCODE = (
     "kproxy_core.netlink.messages", "kproxy_core.nft.messages", "kproxy_core.nft.rules",
     "kproxy_core.nft.elements", "kproxy_core.nft.objects", "kproxy_core.nft.interpret",
-    "kproxy_core.nft.packet", "kproxy_core.nft.xt",
+    "kproxy_core.nft.packet", "kproxy_core.nft.xt", "kproxy_core.nft.expressions",
     "kproxy_core.linux.relay.orders",
 )
 """The pure modules of rooms with input and output, which pure modules may import."""

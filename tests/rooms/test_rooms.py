@@ -205,7 +205,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.pure_modules_do_no_io, "kproxy_core.plan.endpoints", "import logging"),
     (rules.pure_modules_do_no_io, "kproxy_core.model.node", "from os import environ"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.wanted", "import time"),
-    (rules.pure_modules_do_no_io, "kproxy_nftables.batch", "from socket import AF_INET"),
+    (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "from socket import AF_INET"),
     (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "import os"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables import kernel"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from .kernel import send"),

@@ -209,10 +209,12 @@ class NftPortals(Portals):
     def held(self) -> list[Redirect]:
         """Return the portals in the kernel, whose owners are not known. Raises HostError."""
         with self._connected("read") as connection:
-            return [
-                batch.parse_nft_element(container.name, element) for container in nft_maps(self._family)
+            found = [
+                batch.parse_nft_element(container.name, self._family, element)
+                for container in nft_maps(self._family)
                 for element in connection.elements(self._family, TABLE, container.name)
             ]  # fmt: skip
+        return [each for each in found if each is not None]
 
     def _held(self, connection: RulesetSocket) -> HeldTable | None:
         return connection.read(self._family, TABLE, [each.name for each in nft_maps(self._family)])

@@ -25,7 +25,8 @@ from kproxy_core.netlink.messages import (
     text,
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import BaseChain, Fate, Result, interpret
+from kproxy_core.nft.expressions import BaseChain
+from kproxy_core.nft.interpret import Fate, Result, interpret
 from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.packet import (
     LOOPBACK,

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
-from kproxy_core.nft.interpret import BaseChain, FilteredPacket, HeldSet, SetElement, drops
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.expressions import BaseChain, HeldSet
+from kproxy_core.nft.interpret import FilteredPacket, drops
 from kproxy_core.nft.packet import Interface
-from kproxy_core.nft.rules import Expression, HeldRule
+from kproxy_core.nft.rules import Expression, HeldRule, Verdict
 
 PACKET = FilteredPacket(
     Family.IPV6, Protocol.UDP, parse_address("2001:db8::1"), None, 53, Interface("eth0", 2), None, None, None,
@@ -38,7 +40,7 @@ rules = st.lists(st.builds(
 class Written:
     """Chains without sets, of which ``c`` is at the hook. Chain ``e`` is the last to which others jump."""
 
-    def __init__(self, chains: dict[str, list[HeldRule]], elements: Sequence[SetElement]) -> None:
+    def __init__(self, chains: dict[str, list[HeldRule]], elements: Sequence[Element]) -> None:
         self._chains = chains
         self._elements = elements
 
@@ -59,13 +61,14 @@ def without_jumps(found: list[HeldRule]) -> list[HeldRule]:
 
 
 elements = st.lists(st.builds(
-    SetElement, st.binary(min_size=4, max_size=4), st.just(b""), st.booleans(), st.booleans(),
-    st.binary(max_size=8), st.none()), max_size=3)
+    Element, st.sampled_from([b"", b"full"]) | st.binary(min_size=4, max_size=4),
+    st.none() | st.binary(max_size=8) | st.builds(Verdict, st.integers(-6, 5)), st.just(b""), st.booleans(),
+), max_size=3)
 
 
 @given(rules, rules, elements)
 def test_every_ruleset_has_an_answer(
-    base: list[HeldRule], other: list[HeldRule], held: list[SetElement]
+    base: list[HeldRule], other: list[HeldRule], held: list[Element]
 ) -> None:
     jumps = [rule._replace(expressions=tuple(
         each for each in rule.expressions if b"c\0" not in each.attributes.get(2, b""))) for rule in base]
@@ -78,7 +81,7 @@ def test_every_ruleset_has_an_answer(
 def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
     edges = sorted(ends)
     held = HeldSet(1, True, (), [
-        SetElement(bytes([edge]), b"", bool(at % 2), False, b"", None) for at, edge in enumerate(edges)])
+        Element(bytes([edge]), is_end=bool(at % 2)) for at, edge in enumerate(edges)])
     inside = any(first <= value and (value < behind) for first, behind in zip(
         edges[::2], [*edges[1::2], 256], strict=False))
     assert (held.find(bytes([value])) is not None) is inside
@@ -88,6 +91,5 @@ def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
     (b"\x0a\0\0\1\0\x50\0\0", True), (b"\x0a\0\0\1\0\x51\0\0", False), (b"\x0a\0\1\1\0\x50\0\0", False),
 ])
 def test_a_concatenation_holds_what_is_within_each_part(value: bytes, held: bool) -> None:
-    element = SetElement(
-        b"\x0a\0\0\0\0\x10\0\0", b"\x0a\0\0\xff\0\x50\0\0", False, False, b"", None)
+    element = Element(b"\x0a\0\0\0\0\x10\0\0", last=b"\x0a\0\0\xff\0\x50\0\0")
     assert (HeldSet(8, True, (4, 2), [element]).find(value) is not None) is held

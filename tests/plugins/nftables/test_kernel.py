@@ -20,16 +20,16 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.elements import Found, PlainElement
 from kproxy_core.nft.messages import Command, transaction
 from kproxy_core.nft.objects import Chain, Table
-from kproxy_core.nft.rules import jump
-from kproxy_core.nft.transaction import RulesetSocket, TransactionRefused, difference
+from kproxy_core.nft.rules import NF_ACCEPT, NFT_GOTO, Verdict, jump
+from kproxy_core.nft.transaction import RulesetSocket, TransactionRefused, difference, element_changes
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_nftables import batch, names, skeleton
+from kproxy_nftables import names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.cleanup import cleanup
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.wanted import Element, Value
 
 from .test_applied import some_plans, without_index
 
@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("netns")
 BOTH = BackendSettings(families=tuple(Family))
 Plans = dict[ServicePortKey, ServicePlan]
 
+ACCEPT = Verdict(NF_ACCEPT)
 _VIPS = "add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }"
 
 NODES = {
@@ -73,7 +74,7 @@ def nft(command: str) -> str:
     return subprocess.run(["nft", *command.split()], check=True, capture_output=True, text=True).stdout
 
 
-def contents(family: Family = Family.IPV4) -> list[Element]:
+def contents(family: Family = Family.IPV4) -> list[tuple[str, bytes, Found]]:
     kernel = Kernel()
     try:
         return [
@@ -143,7 +144,7 @@ def test_a_restart_over_long_maps_does_not_list_them(
     listed: list[str] = []
     real = Kernel.elements
 
-    def elements(kernel: Kernel, family: Family, container: str) -> dict[bytes, Value]:
+    def elements(kernel: Kernel, family: Family, container: str) -> dict[bytes, Found]:
         listed.append(container)
         return real(kernel, family, container)
 
@@ -380,7 +381,8 @@ def test_a_table_of_another_layout_is_replaced(backend: NftablesBackend) -> None
     nft("add table ip kproxy")
     nft("add map ip kproxy vips { type ipv4_addr : verdict ; }")
     resync(backend, rich())
-    assert (names.VIPS, b"\x0a\x60\x00\x01\x06\0\0\0\x00\x50\0\0", "goto tcp-cluster-2") in contents()
+    verdict = Verdict(NFT_GOTO, "tcp-cluster-2")
+    assert (names.VIPS, b"\x0a\x60\x00\x01\x06\0\0\0\x00\x50\0\0", verdict) in contents()
 
 
 def test_leftover_chains_and_sets_in_our_table_are_swept(backend: NftablesBackend) -> None:
@@ -449,10 +451,10 @@ def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
 def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     nft(_VIPS)
-    old: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
-    new: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "accept") for n in range(2500, 7500)]
+    old: list[PlainElement] = [(names.VIPS, n.to_bytes(4, "big"), names.DROP) for n in range(5000)]
+    new: list[PlainElement] = [(names.VIPS, n.to_bytes(4, "big"), ACCEPT) for n in range(2500, 7500)]
     kernel.write(Family.IPV4, [], old)
-    parts = list(batch.requests(Family.IPV4, old, new, 100_000, batch.MOST_ELEMENTS))
+    parts = list(element_changes(skeleton.table(Family.IPV4), old, new, limit=100_000))
     assert len(parts) > 1
     assert all(len(transaction(part)[0]) <= 100_000 for part in parts)
     monkeypatch.setattr(NetlinkSocket, "send_limit", 100_000)
@@ -463,23 +465,24 @@ def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.Monk
 
 def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before() -> None:
     endpoints = names.VIP_ENDPOINTS[Protocol.TCP]
-    elements: list[Element] = [
-        (names.CLUSTER_IPS, b"ip11", None), (names.VIPS, b"ip11tcp.port1", "drop"),
+    elements: list[PlainElement] = [
+        (names.CLUSTER_IPS, b"ip11", None), (names.VIPS, b"ip11tcp.port1", names.DROP),
         (endpoints, b"ip11port0001", b"ip22port"), (endpoints, b"ip11port0002", b"ip22port")]
 
-    def containers(deletes: list[Element], adds: list[Element]) -> list[set[str]]:
+    def containers(deletes: list[PlainElement], adds: list[PlainElement]) -> list[set[str]]:
         return [{name for name in (names.CLUSTER_IPS, names.VIPS, endpoints)
                  if f"{name}\0".encode() in transaction(part)[0]}
-                for part in batch.requests(Family.IPV4, deletes, adds, 1 << 20, 2)]
+                for part in element_changes(
+                    skeleton.table(Family.IPV4), deletes, adds, limit=1 << 20, most=2, ranks=names.RANKS)]
 
     assert containers([], elements) == [{endpoints}, {names.VIPS, names.CLUSTER_IPS}]
     assert containers(elements, []) == [{names.VIPS, names.CLUSTER_IPS}, {endpoints}]
 
 
 def test_a_first_fill_that_the_kernel_refuses_ends_there(netns: None) -> None:
-    first: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
-    last: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000, 5010)]
-    unknown: list[Element] = [(names.NODE_IPS, b"ip11", None)]
+    first: list[PlainElement] = [(names.VIPS, n.to_bytes(4, "big"), names.DROP) for n in range(5000)]
+    last: list[PlainElement] = [(names.VIPS, n.to_bytes(4, "big"), names.DROP) for n in range(5000, 5010)]
+    unknown: list[PlainElement] = [(names.NODE_IPS, b"ip11", None)]
     with Kernel() as kernel:
         nft(_VIPS)
         assert kernel.fill(Family.IPV4, [first, [], last], []) == 5010
@@ -495,7 +498,7 @@ def test_a_map_that_the_kernel_is_still_resizing_is_read_completely(attempt: int
     """Soon after many additions, a dump lacks about a tenth of them."""
     kernel = Kernel()
     nft(_VIPS)
-    written = {(n * 3 + attempt).to_bytes(4, "big"): "accept" for n in range(100_000)}
+    written = {(n * 3 + attempt).to_bytes(4, "big"): ACCEPT for n in range(100_000)}
     kernel.write(Family.IPV4, [], [(names.VIPS, key, value) for key, value in written.items()])
     assert kernel.elements(Family.IPV4, names.VIPS) == written
     kernel.close()
@@ -545,14 +548,14 @@ def test_a_change_writes_as_much_at_any_number_of_services(
     real: Callable[..., None] = Kernel.write
 
     def counted(
-        self: Kernel, family: Family, deletes: list[Element], adds: list[Element],
+        self: Kernel, family: Family, deletes: list[PlainElement], adds: list[PlainElement],
         commands: Sequence[Command] = (),
     ) -> None:  # fmt: skip
         asked.append((len(commands), len(deletes), len(adds)))
         real(self, family, deletes, adds, commands)
 
     monkeypatch.setattr(Kernel, "write", counted)
-    monkeypatch.setattr(Kernel, "_dump", None)  # listing anything would fail
+    monkeypatch.setattr(NetlinkSocket, "dump", None)  # listing anything would fail
     changed = plans(
         NODES[Family.IPV4],
         service("web7", ip="10.96.0.7"),
