@@ -165,12 +165,18 @@ class _Way:
             arrived = [first._replace(seen=first.seen._replace(output=NO_INTERFACE))]
             self._received(self.hook("prerouting", arrived))
             return
-        passed = self.hook("postrouting", self.hook("output", self._routed([first], "output")))
-        for branch in passed:
-            if branch.seen.output != LOOPBACK:
+        routed = [_leaving(branch) for branch in self._routed([first])]
+        leaving = [_leaving(branch) for branch in self.hook("output", routed)]
+        looped = []
+        for branch in self.hook("postrouting", leaving):
+            chance, output = branch.chance, branch.seen.output
+            if output is None:
+                looped.append(Branch(_looped(branch.seen), chance.given("the route", matched=True), branch.met))
+                branch = branch._replace(chance=chance.given("the route", matched=False))
+            if output == LOOPBACK:
+                looped.append(branch._replace(seen=_looped(branch.seen)))
+            else:
                 self._end(Fate.SENT, "postrouting", None, None, branch)
-        looped = [
-            branch._replace(seen=_looped(branch.seen)) for branch in passed if branch.seen.output == LOOPBACK]
         # They keep the route that they were sent by.
         self._deliver(self.hook("prerouting", looped))
 
@@ -199,19 +205,18 @@ class _Way:
         for branch in self.hook("input", branches):
             self._end(Fate.DELIVERED, "input", None, None, branch)
 
-    def _routed(self, branches: Iterable[Branch], hook: str) -> list[Branch]:
+    def _routed(self, branches: Iterable[Branch]) -> list[Branch]:
         """Return the packets that the node sends, each with the interface to which it is routed."""
         found = []
         for branch in branches:
             route = _route(branch.seen, self.node)
-            if route is None:
-                found.append(branch._replace(seen=branch.seen._replace(output=None)))
+            if route is None or route.type == RTN_UNICAST:
+                rerouted = None if route is None else route.output
+                found.append(branch._replace(seen=branch.seen._replace(rerouted=rerouted)))
             elif route.type in _IS_LOCAL:
-                found.append(branch._replace(seen=branch.seen._replace(output=LOOPBACK)))
-            elif route.type == RTN_UNICAST:
-                found.append(branch._replace(seen=branch.seen._replace(output=route.output)))
+                found.append(branch._replace(seen=branch.seen._replace(rerouted=LOOPBACK)))
             else:
-                self._end(Fate.UNROUTABLE, hook, None, None, branch)
+                self._end(Fate.UNROUTABLE, "output", None, None, branch)
         return found
 
     def _end(
@@ -267,7 +272,7 @@ class _Way:
         before = {(each.seen.mark, each.seen.packet) for each in branches}
         changed = [each for each in found if (each.seen.mark, each.seen.packet) not in before]
         same = [each for each in found if (each.seen.mark, each.seen.packet) in before]
-        return [*same, *self._routed(changed, chain.hook)]
+        return [*same, *self._routed(changed)]
 
     def _translated(
         self, hook: str, chains: Sequence[BaseChain], translate: Callable[[Seen], Seen] | None,
@@ -285,9 +290,8 @@ class _Way:
         passed = [*finished, *(branch._replace(seen=_decided(branch.seen, bit)) for branch in current)]
         if hook != "output":
             return passed
-        before = {each.seen.packet.flow.destination for each in branches}
-        same = [each for each in passed if each.seen.packet.flow.destination in before]
-        return [*same, *self._routed([each for each in passed if each not in same], hook)]
+        changed = [each for each in passed if _has_other_destination(each.seen)]
+        return [*(each for each in passed if not _has_other_destination(each.seen)), *self._routed(changed)]
 
     # Chains.
 
@@ -362,6 +366,19 @@ _FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, NF_QUEUE: Fate.QU
 def _route(seen: Seen, node: Node) -> Route | None:
     destination = seen.packet.flow.destination
     return None if destination is None else node.route(destination, seen.mark)
+
+
+def _leaving(branch: Branch) -> Branch:
+    """Return a packet of the node behind hook ``output``, within which its interface stays the same."""
+    if branch.seen.rerouted == NO_INTERFACE:
+        return branch
+    return branch._replace(
+        seen=branch.seen._replace(output=branch.seen.rerouted, rerouted=NO_INTERFACE))
+
+
+def _has_other_destination(seen: Seen) -> bool:
+    connection = seen.connection
+    return connection is not None and connection.original.destination != connection.reply.source
 
 
 def _looped(seen: Seen) -> Seen:
@@ -538,9 +555,10 @@ def _first(packet: FilteredPacket, hook: str) -> Seen:
     flow = Flow(packet.source, packet.dialled, None, packet.dialled_port)
     before = hook in ("prerouting", "output")
     mark: Number = "the mark" if packet.mark is None or (packet.mark and before) else packet.mark
+    # Within hook "output" it keeps the interface to which it was routed before the translation.
+    output = None if hook == "output" and packet.is_translated else packet.output
     seen = Seen(
-        Packet.of(packet.family, packet.protocol, flow), packet.input, packet.output,
-        packet.is_from_node, mark)
+        Packet.of(packet.family, packet.protocol, flow), packet.input, output, packet.is_from_node, mark)
     return seen if before else _translation_of(packet)(track(seen))
 
 

@@ -189,6 +189,8 @@ class Seen(NamedTuple):
     mark: Number = 0
     tracking: Tracking = Tracking.NOT_YET
     connection: Connection | None = None
+    rerouted: Interface | None = NO_INTERFACE
+    """The interface by which it leaves behind hook ``output``, if a rule has changed its route."""
 
 
 RTN_UNSPEC, RTN_UNICAST, RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST, RTN_UNREACHABLE = (

@@ -291,7 +291,7 @@ def _is_of_type(sight: Sight, types: int, address: Address | None, flags: int) -
     if (types & 1 << RTN_MULTICAST and not is_group) or (types & _UNSPEC and not is_unspecified) or (
             types & _UNICAST and (is_group or is_unspecified)):
         return False
-    return bool(types & 1 << kind) if types & _BY_ROUTE else True
+    return bool(types & _BY_ROUTE & 1 << kind) if types & _BY_ROUTE else True
 
 
 def _rpfilter(sight: Sight, revision: int, info: bytes) -> Answer:

@@ -274,4 +274,128 @@ def probes(random: Random, family: Family, count: int, first: int = 1) -> list[P
     return found
 
 
-__all__: Sequence[str] = ("probes", "ruleset")
+# iptables.
+
+_TABLES = {
+    "raw": ("PREROUTING", "OUTPUT"), "mangle": ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"),
+    "filter": ("INPUT", "FORWARD", "OUTPUT"), "nat": ("PREROUTING", "INPUT", "OUTPUT", "POSTROUTING")}
+
+
+def iptables_ruleset(random: Random, family: Family) -> str:
+    """Return input for ``iptables-restore``."""
+    tables = random.sample(sorted(_TABLES), random.randint(1, 3))
+    return "".join(_iptables_table(random, family, name) for name in tables)
+
+
+def _iptables_table(random: Random, family: Family, table_name: str) -> str:
+    chains = _TABLES[table_name]
+    lines = [f"*{table_name}"]
+    for chain in chains:
+        policy = "DROP" if table_name == "filter" and random.random() < 0.1 else "ACCEPT"
+        lines.append(f":{chain} {policy} [0:0]")
+    others = [f"O{at}" for at in range(random.randint(0, 3))]
+    lines += [f":{chain} - [0:0]" for chain in others]
+    for at, chain in enumerate(others):
+        for _ in range(random.randint(1, 3)):
+            leads = [f"-j {other}" for other in others[:at]] + [f"-g {other}" for other in others[:at]]
+            end = random.choice(("-j ACCEPT", "-j RETURN", "-j MARK --set-xmark 0x6/0x6", "", *(
+                ["-j DROP"] if table_name != "nat" else []), *leads))
+            if table_name == "nat":
+                end = end.replace("-j MARK --set-xmark 0x6/0x6", "-j LOG")
+            lines.append(f"-A {chain} {_iptables_matches(random, family, 'any', table_name)} {end}")
+    for chain in random.sample(chains, random.randint(1, len(chains))):
+        for _ in range(random.randint(1, 4)):
+            matches = _iptables_matches(random, family, chain, table_name)
+            target = _iptables_target(random, family, chain, table_name, others)
+            if target.startswith("-p") and "-p " in matches:
+                continue
+            lines.append(f"-A {chain} {matches} {target}")
+    return "\n".join((*lines, "COMMIT", ""))
+
+
+def _iptables_matches(random: Random, family: Family, chain: str, table_name: str) -> str:
+    found, protocol = [], ""
+    for _ in range(random.choice((0, 1, 1, 2, 2, 3))):
+        no = random.choice(("", "", "! "))
+        ports = ",".join(dict.fromkeys(str(random.choice(PORTS)) for _ in range(3)))
+        source = random.choice((*CLIENTS[family], *OWN[family]))
+        destination = random.choice((*SERVERS[family], *OWN[family]))
+        mark = random.choice(("0x0/0x1", "0x1/0x1", "0x4/0x4", "0x0", "0x2/0x6"))
+        low, high = RANGES[family][0].split("-")
+        state = random.choice(("NEW", "NEW,RELATED", "ESTABLISHED,RELATED", "INVALID", "UNTRACKED"))
+        choices = [
+            f"{no}-s {source}", f"{no}-d {destination}", f"{no}-s {random.choice(NETWORKS[family])}",
+            f"{no}-d {random.choice(NETWORKS[family])}", f"-m conntrack {no}--ctstate {state}",
+            f"-m state {no}--state {state}", f"-m conntrack {no}--ctstate {random.choice(('DNAT', 'SNAT', 'NEW,DNAT'))}",
+            f"-m conntrack {no}--ctorigdst {destination}", f"-m conntrack {no}--ctorigsrc {source}",
+            f"-m conntrack {no}--ctreplsrc {destination}", f"-m conntrack {no}--ctrepldst {source}",
+            f"-m conntrack {no}--ctorigdstport {random.choice(('80', '1:1024', '443:9000'))}",
+            f"-m conntrack {no}--ctreplsrcport {random.choice(('80', '53:443'))}",
+            "-m conntrack --ctdir ORIGINAL", f"-m conntrack {no}--ctstatus {random.choice(('NONE', 'CONFIRMED', 'SEEN_REPLY'))}",
+            f"-m mark {no}--mark {mark}", f"-m connmark {no}--mark {mark}",
+            f"-m addrtype {no}--src-type {random.choice(('LOCAL', 'UNICAST', 'MULTICAST'))}",
+            f"-m addrtype {no}--dst-type {random.choice(('LOCAL', 'UNICAST', 'LOCAL,UNICAST'))}",
+            f"-m iprange {no}--src-range {low}-{high}", f"-m iprange {no}--dst-range {low}-{high}",
+            "-m comment --comment x", "-m statistic --mode random --probability 0.5" if random.random() < 0.1 else "",
+            "-m limit --limit 1/second" if random.random() < 0.1 else "", f"-m pkttype --pkt-type unicast",
+        ]  # fmt: skip
+        if not protocol:
+            protocol = random.choice(("tcp", "udp"))
+            of_ports = [
+                f"-p {protocol} -m {protocol} {no}--dport {random.choice(('80', '1:1024', '443:9000', '53:'))}",
+                f"-p {protocol} -m {protocol} {no}--sport {random.choice(('1024:30000', '20000:'))}",
+                f"-p {protocol} -m multiport {no}--dports {ports}",
+                f"-p {protocol} -m multiport {no}--dports 80,443:9000", f"-p {protocol} -m multiport {no}--ports {ports}",
+                f"{no}-p {protocol}",
+            ]
+            if protocol == "tcp":
+                of_ports += ["-p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN", "-p tcp -m tcp ! --syn"]
+            choice = random.choice([*choices, *of_ports, *of_ports])
+            if choice not in of_ports:
+                protocol = ""
+            elif choice.startswith("! -p") or "-p" in choice:
+                protocol = "given"
+            found.append(choice)
+        else:
+            found.append(random.choice(choices))
+    if chain in ("PREROUTING", "INPUT", "FORWARD") and random.random() < 0.15:
+        found.append(f"{random.choice(('', '! '))}-i {random.choice(('c0', 's+', 'lo'))}")
+    if chain in ("OUTPUT", "POSTROUTING", "FORWARD") and random.random() < 0.15:
+        found.append(f"{random.choice(('', '! '))}-o {random.choice(('c0', 's+', 'lo'))}")
+    if chain == "PREROUTING" and table_name in ("raw", "mangle") and random.random() < 0.1:
+        found.append("-m rpfilter" + random.choice(("", " --invert", " --loose", " --accept-local")))
+    if chain in ("OUTPUT", "POSTROUTING") and random.random() < 0.05:
+        found.append("-m owner --uid-owner 0")
+    once: dict[str, str] = {}
+    for each in filter(None, found):
+        words = [word for word in each.split() if word.startswith("-")]
+        key = words[0] if words[0] != "-m" else each.split()[1]
+        once.setdefault(key, each)
+    return " ".join(once.values())
+
+
+def _iptables_target(random: Random, family: Family, chain: str, table_name: str, others: list[str]) -> str:
+    destination = random.choice((*SERVERS[family], *OWN[family]))
+    shown = destination if family is Family.IPV4 else f"[{destination}]"
+    leads = [f"-j {other}" for other in others] * 2 + [f"-g {other}" for other in others]
+    choices = ["-j ACCEPT", "-j RETURN", "-j LOG", "", *leads]
+    if table_name != "nat":
+        choices.append("-j DROP")
+    if table_name == "raw":
+        choices += ["-j CT --notrack", "-j NOTRACK"]
+    if table_name == "mangle":
+        choices += [
+            f"-j MARK --set-xmark {random.choice(('0x4/0x4', '0x1/0xffffffff', '0x0/0x1', '0x5/0x0'))}",
+            "-j CONNMARK --save-mark", "-j CONNMARK --restore-mark", "-j CONNMARK --set-xmark 0x2/0x2",
+            "-j CONNMARK --save-mark --nfmask 0x4 --ctmask 0x4", "-j MARK --or-mark 0x2", "-j MARK --and-mark 0x5"] * 2
+    if table_name == "filter":
+        choices.append("-j REJECT")
+    if table_name == "nat" and chain in ("PREROUTING", "OUTPUT"):
+        choices += [f"-j DNAT --to-destination {destination}", f"-p tcp -j DNAT --to-destination {shown}:8080",
+                    "-p udp -j REDIRECT --to-ports 53", "-j REDIRECT",
+                    f"-p udp -j DNAT --to-destination {shown}:8000-9000"] * 2
+    if table_name == "nat" and chain in ("POSTROUTING", "INPUT"):
+        choices += [f"-j SNAT --to-source {random.choice(OWN[family])}"] * 2
+    if table_name == "nat" and chain == "POSTROUTING":
+        choices += ["-j MASQUERADE", "-j MASQUERADE --random-fully"]
+    return random.choice(choices)
