@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kproxy_core.app.explain import Case
 from kproxy_core.contract.values import Translation
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, format_address, format_socket
 from kproxy_core.nft.expressions import Ruleset
 from kproxy_core.nft.interpret import Drop, FilteredPacket, drops
 from kproxy_core.nft.packet import LOOPBACK, NO_INTERFACE, Interface
@@ -80,8 +80,13 @@ def place(drop: Drop, what: str = "it") -> str:
     *what* are the packets.
     """
     rule = f"rule {drop.rule}" if drop.rule is not None else "its policy"
-    verb = "reject" if drop.rejects else "drop"
-    verb = f"{verb}s {what}" if drop.is_met else f"may {verb} {what}"
+    verb, end = ("reject" if drop.rejects else "drop"), ""
+    if drop.translates_to is not None:
+        address, port = drop.translates_to
+        to = "another address" if address is None else format_address(address)
+        verb = "translate"
+        end = f" to {to}" if address is None or port is None else f" to {format_socket(address, port)}"
+    verb = f"{verb}s {what}{end}" if drop.is_met else f"may {verb} {what}{end}"
     if drop.is_met and drop.doubts:
         verb += f" unless an earlier rule accepts {what}"
     counted = "" if drop.packets is None else f" ({drop.packets} packets so far)"

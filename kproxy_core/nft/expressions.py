@@ -28,6 +28,7 @@ from kproxy_core.nft.packet import (
     Interface,
     Node,
     Number,
+    Place,
     Seen,
     Share,
     Tracking,
@@ -132,18 +133,6 @@ class Ruleset(Protocol):
 
 
 # Ways of a packet.
-
-
-class Place(NamedTuple):
-    """A rule, or the policy of a base chain."""
-
-    family: str
-    table: str
-    chain: str
-    rule: int | None
-    """Position in the chain, from 1; None: the chain's policy."""
-    handle: int
-    """nft's handle of the rule; 0: none."""
 
 
 class Met(NamedTuple):
@@ -271,8 +260,7 @@ def run(
     branch: Branch,
 ) -> Iterator[tuple[Verdict, Ran]]:
     """Yield the verdicts of a rule for a packet: one, or several that depend on what is not known."""
-    where = f"in rule {place.rule} of chain {place.chain}"
-    open_: list[tuple[int, _Run]] = [(0, _Run(ruleset, node, base, where, branch.seen, branch.chance))]
+    open_: list[tuple[int, _Run]] = [(0, _Run(ruleset, node, base, place, branch.seen, branch.chance))]
     while open_:
         at, run = open_.pop()
         while run.verdict.code == NFT_CONTINUE and at < len(expressions):
@@ -287,12 +275,13 @@ class _Run:
     """The run of one rule's expressions for one packet."""
 
     def __init__(
-        self, ruleset: Ruleset, node: Node, base: BaseChain, where: str, seen: Seen, chance: Chance
+        self, ruleset: Ruleset, node: Node, base: BaseChain, place: Place, seen: Seen, chance: Chance
     ) -> None:
         self._ruleset = ruleset
         self._node = node
         self._base = base
-        self._where = where
+        self._place = place
+        self._where = f"in rule {place.rule} of chain {place.chain}"
         self.seen = seen
         self.chance = chance
         self.verdict = Verdict(NFT_CONTINUE)
@@ -302,7 +291,7 @@ class _Run:
 
     def _copy(self) -> Self:
         other = type(self)(
-            self._ruleset, self._node, self._base, self._where, self.seen, self.chance)
+            self._ruleset, self._node, self._base, self._place, self.seen, self.chance)
         other.verdict, other.rejects, other.packets = self.verdict, self.rejects, self.packets
         other._words = dict(self._words)
         return other
@@ -769,7 +758,7 @@ class _Run:
     def _translate(self, translation: Translation) -> Sequence["_Run"]:
         """Translate and accept, unless the connection is not tracked or has been translated before."""
         self.verdict = Verdict(NF_ACCEPT)
-        (seen, share), *others = translated(self.seen, translation)
+        (seen, share), *others = translated(self.seen, translation, self._place)
         runs = []
         why = f"the choice of an address {self._where}"
         for other, part in others:

@@ -15,18 +15,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.model import address as net
 from kproxy_core.model.address import Address, Family
-from kproxy_core.nft.expressions import (
-    CERTAIN,
-    HOOKS,
-    BaseChain,
-    Branch,
-    Chance,
-    Met,
-    Place,
-    Ran,
-    Ruleset,
-    run,
-)
+from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Chance, Met, Ran, Ruleset, run
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -41,6 +30,7 @@ from kproxy_core.nft.packet import (
     Node,
     Number,
     Packet,
+    Place,
     Route,
     Seen,
     Status,
@@ -158,6 +148,7 @@ class _Way:
         self.ends: list[End] = []
         self._follows = follows
         self._follows_jump = follows_jump
+        self._translate: Callable[[Seen], Seen] = lambda seen: seen
         self._met = 0
 
     def run(self, first: Branch) -> None:
@@ -169,14 +160,12 @@ class _Way:
         leaving = [_leaving(branch) for branch in self.hook("output", routed)]
         looped = []
         for branch in self.hook("postrouting", leaving):
-            chance, output = branch.chance, branch.seen.output
-            if output is None:
-                looped.append(Branch(_looped(branch.seen), chance.given("the route", matched=True), branch.met))
-                branch = branch._replace(chance=chance.given("the route", matched=False))
-            if output == LOOPBACK:
-                looped.append(branch._replace(seen=_looped(branch.seen)))
-            else:
-                self._end(Fate.SENT, "postrouting", None, None, branch)
+            output = branch.seen.output
+            to_itself, sent = _either_way(branch) if output is None else (branch, branch)
+            if output is None or output == LOOPBACK:
+                looped.append(to_itself._replace(seen=_looped(branch.seen)))
+            if output != LOOPBACK:
+                self._end(Fate.SENT, "postrouting", None, None, sent)
         # They keep the route that they were sent by.
         self._deliver(self.hook("prerouting", looped))
 
@@ -186,11 +175,9 @@ class _Way:
         for branch in branches:
             route = _route(branch.seen, self.node)
             if route is None:
-                doubt = "the route"
-                local.append(branch._replace(chance=branch.chance.given(doubt, matched=True)))
-                onwards.append(branch._replace(
-                    chance=branch.chance.given(doubt, matched=False),
-                    seen=branch.seen._replace(output=None)))
+                own, other = _either_way(branch)
+                local.append(own)
+                onwards.append(other._replace(seen=other.seen._replace(output=None)))
             elif route.type in _IS_LOCAL:
                 local.append(branch)
             elif route.type == RTN_UNICAST:
@@ -225,24 +212,25 @@ class _Way:
         self.ends.append(End(fate, hook, place, packets, branch))
 
     def hook(
-        self, hook: str, branches: Sequence[Branch], translate: Callable[[Seen], Seen] | None = None,
+        self, hook: str, branches: Sequence[Branch], translate: Callable[[Seen], Seen] = lambda seen: seen,
     ) -> list[Branch]:
-        """Return the packets that pass *hook*. With *translate*, it is done before rules translate them."""
+        """Return the packets that pass *hook*. *translate* is done in the place of chains not followed."""
+        self._translate = translate
         if not branches:
             return []
         family = branches[0].seen.packet.family.ip
         # Of chains with the same priority, the last one made is the first one met.
         chains = [
             chain for chain in reversed(self.ruleset.base_chains())
-            if chain.hook == hook and chain.family in ("inet", family) and self._follows(chain)]
+            if chain.hook == hook and chain.family in ("inet", family)]
         chains.sort(key=lambda chain: chain.priority)
         nat = [chain for chain in chains if chain.type == "nat"]
         steps: dict[int, _Step] = {
-            SRCNAT if hook in _SOURCE_HOOKS else DSTNAT: partial(self._translated, hook, nat, translate)}
+            SRCNAT if hook in _SOURCE_HOOKS else DSTNAT: partial(self._translated, hook, nat)}
         if hook in ("prerouting", "output"):
             steps[CONNTRACK] = _tracked
         current = list(branches)
-        behind = [chain for chain in chains if chain.type != "nat"]
+        behind = [chain for chain in chains if chain.type != "nat" and self._follows(chain)]
         for priority in sorted(steps):
             current = self._through_each([each for each in behind if each.priority < priority], current)
             beside = [each for each in behind if each.priority == priority]
@@ -275,23 +263,27 @@ class _Way:
         return [*same, *self._routed(changed)]
 
     def _translated(
-        self, hook: str, chains: Sequence[BaseChain], translate: Callable[[Seen], Seen] | None,
-        branches: list[Branch],
+        self, hook: str, chains: Sequence[BaseChain], branches: list[Branch],
     ) -> list[Branch]:
         """Return the packets behind the translation at *hook*: the first that a chain makes, or none."""
         bit = done(is_source=hook in _SOURCE_HOOKS)
         finished: list[Branch] = []
-        current = branches if translate is None else [
-            branch._replace(seen=translate(branch.seen)) for branch in branches]
+        current = branches
         for chain in chains:
-            eligible = [each for each in current if _may_be_translated(each.seen, bit)]
             finished += [each for each in current if not _may_be_translated(each.seen, bit)]
-            current = self._through(chain, eligible) if eligible else []
-        passed = [*finished, *(branch._replace(seen=_decided(branch.seen, bit)) for branch in current)]
+            current = [each for each in current if _may_be_translated(each.seen, bit)]
+            if current:
+                current = self._through(chain, current) if self._follows(chain) else self._as_served(current)
+        finished += [each for each in current if not _may_be_translated(each.seen, bit)]
+        rest = self._as_served([each for each in current if _may_be_translated(each.seen, bit)])
+        passed = [*finished, *(branch._replace(seen=_decided(branch.seen, bit)) for branch in rest)]
         if hook != "output":
             return passed
         changed = [each for each in passed if _has_other_destination(each.seen)]
         return [*(each for each in passed if not _has_other_destination(each.seen)), *self._routed(changed)]
+
+    def _as_served(self, branches: Iterable[Branch]) -> list[Branch]:
+        return [branch._replace(seen=self._translate(branch.seen)) for branch in branches]
 
     # Chains.
 
@@ -326,7 +318,9 @@ class _Way:
                     self._apply(base, place, verdict, ran, onwards, behind, accepted, leads)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
-                    fallen = found
+                    fallen = self._as_served(found) if base.type == "nat" else found
+                    accepted += [each for each in fallen if _is_translated(each.seen)]
+                    fallen = [each for each in fallen if not _is_translated(each.seen)]
                 else:
                     fallen = self._chain(base, verdict.chain, _joined(found), accepted)
                 (onwards if verdict.code == NFT_JUMP else behind).extend(fallen)
@@ -366,6 +360,13 @@ _FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, NF_QUEUE: Fate.QU
 def _route(seen: Seen, node: Node) -> Route | None:
     destination = seen.packet.flow.destination
     return None if destination is None else node.route(destination, seen.mark)
+
+
+def _either_way(branch: Branch) -> tuple[Branch, Branch]:
+    """Return a packet that is for this node, and one that is not."""
+    chance = branch.chance
+    return (branch._replace(chance=chance.given("the route", matched=True)),
+            branch._replace(chance=chance.given("the route", matched=False)))
 
 
 def _leaving(branch: Branch) -> Branch:
@@ -412,6 +413,10 @@ def track(seen: Seen) -> Seen:
 
 def _may_be_translated(seen: Seen, bit: Status) -> bool:
     return seen.connection is not None and not seen.connection.status & bit
+
+
+def _is_translated(seen: Seen) -> bool:
+    return seen.connection is not None and bool(seen.connection.status & Status.DST_NAT)
 
 
 def _decided(seen: Seen, bit: Status) -> Seen:
@@ -494,13 +499,16 @@ class Drop(NamedTuple):
     """Statements of which it is not known whether they match, each with its rule: one before may accept the
     packet, or one of this rule may not match it."""
 
+    translates_to: tuple[Address | None, int | None] | None = None
+    """Another program translates the packet here, to an address and a port; None: it ends here."""
+
     @property
     def is_certain(self) -> bool:
         return self.is_met and not self.doubts
 
 
 def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
-    """Return the places where chains may end a packet; no further ones after a certain one.
+    """Return the places where chains may end a packet or translate it first; none after a certain one.
 
     *way* are the hooks in their order, each with the packet there, which is translated already: chains before
     the translation see it as it was. Tables of service proxies are left out. Raises OSError.
@@ -509,11 +517,17 @@ def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
     ended: Chance | None = None
     branches: list[Branch] = []
     for hook, packet in way:
-        walk = _Way(ruleset, _node_of(packet), _is_not_of_service_proxy, _is_not_service_chain)
+        follows = _is_of_others if packet.dialled_port is not None else _is_filter_of_others
+        walk = _Way(ruleset, _node_of(packet), follows, _is_not_service_chain)
         branches = [_at(branch, hook, packet) for branch in branches] or [
             Branch(_first(packet, hook), CERTAIN)]
-        translate = _translation_of(packet) if hook in ("prerouting", "output") else None
-        branches = walk.hook(hook, branches, translate)
+        diverted: list[Branch] = []
+        if hook in ("prerouting", "output"):
+            passed = walk.hook(hook, branches, _translation_of(packet))
+            diverted = [branch for branch in passed if _diverting(branch.seen) is not None]
+            branches = [branch for branch in passed if _diverting(branch.seen) is None]
+        else:
+            branches = walk.hook(hook, branches)
         for end in walk.ends:
             is_drop = end.fate in (Fate.DROPPED, Fate.REJECTED)
             if end.place is None or not (is_drop or (end.fate is Fate.UNKNOWN and end.place.rule is None)):
@@ -522,9 +536,28 @@ def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[D
             found.append(_drop(end, end.place, is_certain=ended.is_certain))
             if ended.is_certain:
                 return found
+        for branch in diverted:
+            ended = branch.chance if ended is None else ended.or_else(branch.chance)
+            found.append(_diversion(branch, is_certain=ended.is_certain))
+            if ended.is_certain:
+                return found
         if not branches:
             break
     return found
+
+
+def _diverting(seen: Seen) -> Place | None:
+    """Return the rule of another program that has translated the packet."""
+    connection = seen.connection
+    return connection.translated_by if connection and connection.status & Status.DST_NAT else None
+
+
+def _diversion(branch: Branch, *, is_certain: bool) -> Drop:
+    place = _diverting(branch.seen)
+    assert place is not None
+    flow = branch.seen.packet.flow
+    return _drop(End(Fate.SENT, "", place, None, branch), place, is_certain=is_certain)._replace(
+        translates_to=(flow.destination, flow.port))
 
 
 def _drop(end: End, place: Place, *, is_certain: bool) -> Drop:
@@ -587,7 +620,11 @@ def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
     return translate
 
 
-def _is_not_of_service_proxy(chain: BaseChain) -> bool:
+def _is_filter_of_others(chain: BaseChain) -> bool:
+    return chain.type != "nat" and _is_of_others(chain)
+
+
+def _is_of_others(chain: BaseChain) -> bool:
     """Return whether a chain is in no table of kproxy's or kube-proxy's, which ``kproxy explain`` reads."""
     return chain.table not in ("kproxy", "kube-proxy") and not chain.table.startswith("kproxy-")
 

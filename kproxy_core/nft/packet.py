@@ -165,6 +165,18 @@ class Status(enum.IntFlag):
     DST_NAT_DONE = 256
 
 
+class Place(NamedTuple):
+    """A rule, or the policy of a base chain."""
+
+    family: str
+    table: str
+    chain: str
+    rule: int | None
+    """Position in the chain, from 1; None: the chain's policy."""
+    handle: int
+    """nft's handle of the rule; 0: none."""
+
+
 class Connection(NamedTuple):
     """A connection of which the first packet is on its way."""
 
@@ -176,6 +188,8 @@ class Connection(NamedTuple):
     zone: Number = 0
     helper: Number = 0
     """0: none."""
+    translated_by: Place | None = None
+    """The rule that has decided the destination."""
 
 
 class Seen(NamedTuple):
@@ -252,7 +266,7 @@ _OFFSET, _NETMAP = 32, 64
 _MOST_ADDRESSES = 256
 
 
-def translated(seen: Seen, translation: Translation) -> list[tuple[Seen, float]]:
+def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple[Seen, float]]:
     """Return the packet after *translation*, each with its share of connections."""
     connection = seen.connection
     if connection is None:
@@ -270,9 +284,11 @@ def translated(seen: Seen, translation: Translation) -> list[tuple[Seen, float]]
         status = connection.status | done(is_source=translation.is_source)
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
+        by = connection.translated_by if translation.is_source else place
         after = seen._replace(
             packet=seen.packet.with_flow(changed),
-            connection=connection._replace(status=status, reply=changed.reversed()))
+            connection=connection._replace(
+                status=status, reply=changed.reversed(), translated_by=by))
         found.append((after, 1 / len(choices)))
     return found
 
