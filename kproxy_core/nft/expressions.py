@@ -19,7 +19,6 @@ from kproxy_core.nft.elements import Element
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
-    RTN_BROADCAST,
     RTN_LOCAL,
     RTN_UNICAST,
     Answer,
@@ -398,7 +397,6 @@ class _Run:
             return self._decide(False)  # No socket has sent it.
         register, packet = found[1], seen.packet
         name, size = _META_NAMES.get(key, (f"meta key {key}", 16))
-        destination = packet.flow.destination
         value: Bytes | bytes | None = None
         if key == 1:
             value = b"\x08\x00" if packet.family is Family.IPV4 else b"\x86\xdd"
@@ -412,9 +410,8 @@ class _Run:
             value = bytes([packet.family.af])
         elif key == 16:
             value = bytes([packet.protocol])
-        elif key == 19 and destination is not None and not xt.is_multicast(destination) and (
-                (route := sight.route(destination)) is not None and route.type != RTN_BROADCAST):
-            value = b"\0"
+        elif key == 19 and (kind := xt.packet_type(sight)) is not None:
+            value = bytes([kind])
         self._store(register, (name,) * size if value is None else value)
         return ()
 

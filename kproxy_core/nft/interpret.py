@@ -116,7 +116,7 @@ def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
     way = _Way(ruleset, node)
     way.run(Branch(seen, CERTAIN))
     family = seen.packet.family.ip
-    return Result(tuple(way.ends), tuple(
+    return Result(way.ends, tuple(
         each for each in ruleset.base_chains() if each.family in ("netdev", "bridge") or (
             each.family in ("inet", family) and each.hook not in HOOKS)))
 
@@ -145,11 +145,16 @@ class _Way:
     ) -> None:
         self.ruleset = ruleset
         self.node = node
-        self.ends: list[End] = []
+        self._ends: dict[tuple[Fate, str, Place | None, Seen], End] = {}
         self._follows = follows
         self._follows_jump = follows_jump
         self._translate: Callable[[Seen], Seen] = lambda seen: seen
         self._met = 0
+
+    @property
+    def ends(self) -> tuple[End, ...]:
+        """The ends so far, in the order of the rules."""
+        return tuple(self._ends.values())
 
     def run(self, first: Branch) -> None:
         if not first.seen.is_from_node:
@@ -209,7 +214,11 @@ class _Way:
     def _end(
         self, fate: Fate, hook: str, place: Place | None, packets: int | None, branch: Branch,
     ) -> None:
-        self.ends.append(End(fate, hook, place, packets, branch))
+        end = End(fate, hook, place, packets, branch)
+        key = fate, hook, place, branch.seen
+        if (known := self._ends.get(key)) is not None:
+            (end,) = (known._replace(branch=each) for each in _joined([known.branch, branch]))
+        self._ends[key] = end
 
     def hook(
         self, hook: str, branches: Sequence[Branch], translate: Callable[[Seen], Seen] = lambda seen: seen,
@@ -276,7 +285,7 @@ class _Way:
                 current = self._through(chain, current) if self._follows(chain) else self._as_served(current)
         finished += [each for each in current if not _may_be_translated(each.seen, bit)]
         rest = self._as_served([each for each in current if _may_be_translated(each.seen, bit)])
-        passed = [*finished, *(branch._replace(seen=_decided(branch.seen, bit)) for branch in rest)]
+        passed = [branch._replace(seen=_decided(branch.seen, bit)) for branch in (*finished, *rest)]
         if hook != "output":
             return passed
         changed = [each for each in passed if _has_other_destination(each.seen)]
@@ -420,9 +429,17 @@ def _is_translated(seen: Seen) -> bool:
 
 
 def _decided(seen: Seen, bit: Status) -> Seen:
-    if seen.connection is None:
+    """Return the packet behind the translation: the kernel writes again what an earlier hook decided."""
+    connection = seen.connection
+    if connection is None:
         return seen
-    return seen._replace(connection=seen.connection._replace(status=seen.connection.status | bit))
+    flow, reply = seen.packet.flow, connection.reply
+    if bit is Status.DST_NAT_DONE and connection.status & Status.DST_NAT:
+        flow = flow._replace(destination=reply.source, port=reply.source_port)
+    if bit is Status.SRC_NAT_DONE and connection.status & Status.SRC_NAT:
+        flow = flow._replace(source=reply.destination, source_port=reply.port)
+    packet = seen.packet if flow == seen.packet.flow else seen.packet.with_flow(flow)
+    return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
 
 
 def _joined(branches: Sequence[Branch]) -> list[Branch]:

@@ -271,22 +271,23 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
     connection = seen.connection
     if connection is None:
         return [(seen, 1.0)]
-    flow = seen.packet.flow
+    # Rules may have written other addresses and ports into the packet.
+    flow, written = connection.reply.reversed(), seen.packet.flow
     address, port = (flow.source, flow.source_port) if translation.is_source else (
         flow.destination, flow.port)
     found = []
     choices = _addresses(translation, address)
     for choice in choices:
         new = _new_port(translation, port)
-        changed = (
-            flow._replace(source=choice, source_port=new) if translation.is_source
-            else flow._replace(destination=choice, port=new))
+        fields = {"source": choice, "source_port": new} if translation.is_source else {
+            "destination": choice, "port": new}
+        changed = flow._replace(**fields)
         status = connection.status | done(is_source=translation.is_source)
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
         by = connection.translated_by if translation.is_source else place
         after = seen._replace(
-            packet=seen.packet.with_flow(changed),
+            packet=seen.packet.with_flow(written._replace(**fields)),
             connection=connection._replace(
                 status=status, reply=changed.reversed(), translated_by=by))
         found.append((after, 1 / len(choices)))

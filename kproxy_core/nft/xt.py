@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from kproxy_core.model.address import Address, Family
 from kproxy_core.nft.packet import (
     NO_INTERFACE,
+    RTN_BROADCAST,
     RTN_LOCAL,
     RTN_MULTICAST,
     RTN_UNICAST,
@@ -313,6 +314,21 @@ def _has_way_back(sight: Sight, *, is_loose: bool, is_local_fine: bool) -> Answe
     return Depends("rpfilter") if route.output is None else route.output == arrived
 
 
+def packet_type(sight: Sight) -> int | None:
+    """Return the PACKET_* type, which is 0 for one host; None: not known."""
+    destination = sight.seen.packet.flow.destination
+    if destination is None or is_multicast(destination):
+        return None
+    route = sight.route(destination)
+    return None if route is None or route.type == RTN_BROADCAST else 0
+
+
+def _pkttype(sight: Sight, revision: int, info: bytes) -> Answer:
+    wanted, inverted = struct.unpack_from("=2i", info)
+    kind = packet_type(sight)
+    return Depends("match pkttype") if kind is None else _inverted(kind == wanted, inverted)
+
+
 def _owner(sight: Sight, revision: int, info: bytes) -> Answer:
     wanted, inverted = struct.unpack_from("=2B", info, 16)
     if sight.seen.is_from_node and sight.hook in ("output", "postrouting"):
@@ -337,7 +353,7 @@ _MATCHES: Final[dict[str, Callable[[Sight, int, bytes], Answer]]] = {
     "comment": lambda sight, revision, info: True,
     "conntrack": _conntrack, "state": _state, "connmark": _connmark, "mark": _mark, "addrtype": _addrtype,
     "rpfilter": _rpfilter, "tcp": _tcp, "udp": _udp, "multiport": _multiport, "iprange": _iprange,
-    "owner": _owner, "cgroup": _cgroup, "statistic": _statistic,
+    "owner": _owner, "pkttype": _pkttype, "cgroup": _cgroup, "statistic": _statistic,
     # The packets of which this tells have no extension headers.
     **dict.fromkeys(("rt", "frag", "hbh", "dst", "ah", "esp", "mh"), lambda sight, revision, info: False),
 }  # fmt: skip

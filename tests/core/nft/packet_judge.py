@@ -5,29 +5,29 @@ Packets are written to the wire, or sent by the node, and logged behind the last
 """
 
 import contextlib
-import os
 import socket
 import struct
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_conformance.network.namespaces import Namespace
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address, parse_cidr
+from kproxy_core.model.address import Address, Family, Protocol, format_address, parse_address, parse_cidr
 from kproxy_core.netlink.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     NLM_F_ACK,
     attribute,
     attributes,
-    message,
     messages,
     text,
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import BaseChain
-from kproxy_core.nft.interpret import Fate, Result, interpret
+from kproxy_core.nft.interpret import End, Fate, Result, interpret
 from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.messages import FAMILIES, GETRULE
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -38,9 +38,11 @@ from kproxy_core.nft.packet import (
     Node,
     Number,
     Packet,
+    Place,
     Route,
     Seen,
 )
+from kproxy_core.nft.rules import parse_rule
 
 OWN: Final = {
     Family.IPV4: ("10.0.1.1", "10.0.2.1", "10.0.3.3"), Family.IPV6: ("fd00:1::1", "fd00:2::1", "fd00:3::3")}
@@ -112,14 +114,14 @@ class Probe(NamedTuple):
 
 
 def _checksum(data: bytes) -> int:
-    total = sum(struct.unpack(f"!{(len(data) + 1) // 2}H", data + bytes(len(data) % 2)))
+    total: int = sum(struct.unpack(f"!{(len(data) + 1) // 2}H", data + bytes(len(data) % 2)))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return ~total & 0xFFFF
 
 
-class Seen_(NamedTuple):
-    """What became of a packet."""
+class Passed(NamedTuple):
+    """A packet that has passed all rules."""
 
     where: str
     """``I``: at the end of input, ``P``: of postrouting."""
@@ -129,12 +131,16 @@ class Seen_(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    passed: dict[int, Seen_]
+    """What became of packets."""
+
+    passed: dict[int, Passed]
     """By number."""
     refusals: int
 
 
 class _WithoutJudge(ListedFilters):
+    """The rules but those of the judge."""
+
     def base_chains(self) -> Sequence[BaseChain]:
         return [chain for chain in super().base_chains() if chain.table != "judge"]
 
@@ -162,30 +168,21 @@ class Judge:
                 4 << 8 | 1, NLM_F_ACK, NFGENMSG.pack(0, 0, socket.htons(_GROUP)) + attribute(kind, value))
 
     def close(self) -> None:
-        for each in (self._wire, *self._raw.values(), self._log):
-            each.close()
+        for sock in (self._wire, *self._raw.values()):
+            sock.close()
+        self._log.close()
 
-    def load(self, rules: str) -> bool:
-        """Replace the rules, in which iptables' part follows a line ``%``; False if they are refused."""
-        nft, _, iptables = rules.partition("\n%\n")
+    def load(self, family: Family, nft: str, iptables: str = "") -> bool:
+        """Replace the rules by those of nft and of iptables-restore; False if they are refused."""
         self.node.forget_connections()
+        steps = [(["nft", "-f", "-"], f"flush ruleset\n{_JUDGE}{nft}")]
+        if iptables:
+            steps.append(([f"{'ip' if family is Family.IPV4 else 'ip6'}tables-nft-restore"], iptables))
         with self.node.entered():
-            import subprocess
-
-            found = subprocess.run(
-                ["nft", "-f", "-"], input=f"flush ruleset\n{_JUDGE}{nft}", text=True, capture_output=True,
-                check=False)
-            self.refusal = found.stderr
-            if found.returncode:
-                return False
-            for part in filter(None, iptables.split("\n%%\n")):
-                program = "ip6tables-nft-restore" if part.startswith("#6") else "iptables-nft-restore"
-                found = subprocess.run(
-                    [program, "--noflush"], input=part, text=True, capture_output=True, check=False)
-                self.refusal = found.stderr
-                if found.returncode:
-                    return False
-        return True
+            return all(
+                subprocess.run(
+                    argv, input=text, text=True, capture_output=True, check=False).returncode == 0
+                for argv, text in steps)
 
     def predict(self, probes: Sequence[Probe]) -> list[Result]:
         with self.node.entered(), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
@@ -211,23 +208,22 @@ class Judge:
 
     def send(self, probes: Sequence[Probe]) -> Outcome:
         """Send *probes* and return what became of them when the last one has been met."""
-        for probe in (*probes, *_ends(probes)):
-            data = probe.data()
+        for probe in (*probes, *_LAST):
             if not probe.is_from_node:
-                kind = b"\x08\x00" if probe.family is Family.IPV4 else b"\x86\xdd"
-                self._wire.send(self._mac + bytes(6) + kind + data)
+                ethertype = b"\x08\x00" if probe.family is Family.IPV4 else b"\x86\xdd"
+                self._wire.send(self._mac + bytes(6) + ethertype + probe.data())
                 continue
             assert probe.flow.destination is not None
-            with contextlib.suppress(PermissionError, OSError):  # It tells of packets that are dropped.
-                self._raw[probe.family].sendto(data, (format_address(probe.flow.destination), 0))
-        passed: dict[int, Seen_] = {}
+            with contextlib.suppress(OSError):  # The sender is told that rules drop it.
+                self._raw[probe.family].sendto(probe.data(), (format_address(probe.flow.destination), 0))
+        passed: dict[int, Passed] = {}
         refusals, ends = 0, 0
-        while ends < len(_ends(probes)):
-            data = self._log.receive()
-            for kind, _, _, start, end in messages(data):
+        while ends < len(_LAST):
+            received = self._log.receive()
+            for kind, _, _, start, end in messages(received):
                 if kind != 4 << 8:
                     continue
-                found = attributes(data, start + NFGENMSG.size, end)
+                found = attributes(received, start + NFGENMSG.size, end)
                 where = text(found.get(10, b""))
                 if where == "R":
                     refusals += 1
@@ -235,17 +231,13 @@ class Judge:
                     ends += 1
                 else:
                     number, flow = _parse(found[9])
-                    passed[number] = Seen_(
+                    passed[number] = Passed(
                         where, flow, int.from_bytes(found.get(2, b""), "big"),
                         int.from_bytes(found.get(5, b""), "big"))
         return Outcome(passed, refusals)
 
     def counts(self) -> dict[tuple[str, str, str, int], int]:
         """Return the packets that each rule with a counter has matched."""
-        from kproxy_core.nft.listing import FAMILIES
-        from kproxy_core.nft.messages import GETRULE
-        from kproxy_core.nft.rules import parse_rule
-
         found: dict[tuple[str, str, str, int], int] = {}
         with self.node.entered(), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             def collect(answers: Iterator[tuple[bytes, int, int]]) -> None:
@@ -261,25 +253,26 @@ class Judge:
         return found
 
 
-def _ends(probes: Sequence[Probe]) -> list[Probe]:
-    own = parse_address("10.0.1.1")
-    flow = Flow(parse_address("10.0.1.2"), own, 9, _LAST_PORT)
-    return [
-        Probe(Family.IPV4, Protocol.UDP, flow, False, 0),
-        Probe(Family.IPV4, Protocol.UDP, flow._replace(source=own), True, 0)]
+_LAST: Final = tuple(
+    Probe(Family.IPV4, Protocol.UDP, Flow(parse_address(source), parse_address("10.0.1.1"), 9, _LAST_PORT),
+          is_from_node, 0)
+    for source, is_from_node in (("10.0.1.2", False), ("10.0.1.1", True)))
+"""Packets behind which all others have been met."""
 
 
 def _parse(data: bytes) -> tuple[int, Flow]:
-    if data[0] >> 4 == 4:
-        protocol, source, destination, body = data[9], data[12:16], data[16:20], data[20:]
-    else:
-        protocol, source, destination, body = data[6], data[8:24], data[24:40], data[40:]
+    is_ipv4 = data[0] >> 4 == 4
+    at, size = (12, 4) if is_ipv4 else (8, 16)
+    source, destination, body = (
+        data[at : at + size], data[at + size : at + 2 * size], data[at + 2 * size :])
     ports = struct.unpack_from("!HH", body)
-    (number,) = struct.unpack_from("!I", body, 4 if protocol == Protocol.TCP else 8)
+    (number,) = struct.unpack_from("!I", body, 4 if data[9 if is_ipv4 else 6] == Protocol.TCP else 8)
     return number, Flow(Address(source), Address(destination), *ports)
 
 
 class Comparison(NamedTuple):
+    """What the kernel did beside what was predicted."""
+
     problems: list[str]
     compared: int
     unclear: int
@@ -300,8 +293,9 @@ def compare(judge: Judge, probes: Sequence[Probe]) -> Comparison:
         real = outcome.passed.get(probe.number)
         if len(ends) > 1 or not all(end.is_certain for end in ends):
             unclear += 1
-        if not any(_agrees(judge, end.fate, end.seen, real) for end in ends):
-            problems.append(f"{probe}: {real and (real.where, _shown(real.flow), real.mark, real.output)}, predicted {[*map(_told, ends)]}")
+        if not any(_agrees(end.fate, end.seen, real) for end in ends):
+            did = real and (real.where, _shown(real.flow), real.mark, real.output)
+            problems.append(f"{probe}: {did}, predicted {[*map(_told, ends)]}")
         refused += all(end.fate is Fate.REJECTED for end in ends)
         may_be_refused += any(end.fate is Fate.REJECTED for end in ends)
         counted = [
@@ -319,27 +313,26 @@ def compare(judge: Judge, probes: Sequence[Probe]) -> Comparison:
         met = packets - before.get(rule, 0)
         if rule[1] != "judge" and not least[rule] <= met <= most[rule]:
             listed = judge.node.run("nft", "-a", "list", "table", *rule[:2]).splitlines()
-            shown = next((line.strip() for line in listed if line.endswith(f"# handle {rule[3]}")), "")
+            shown = next((line.strip() for line in listed if line.endswith(f" # handle {rule[3]}")), "")
             problems.append(f"{met} packets met {rule[:3]} {shown}, predicted {least[rule]} to {most[rule]}")
     return Comparison(problems, len(probes), unclear)
 
 
-def _rule(place: object) -> tuple[str, str, str, int]:
-    family, table, chain, _, handle = place  # type: ignore[misc]
-    return family, table, chain, handle
+def _rule(place: Place) -> tuple[str, str, str, int]:
+    return place.family, place.table, place.chain, place.handle
 
 
-def _told(end: object) -> str:
+def _told(end: End) -> str:
     place = end.place and f"{end.place.table} {end.place.chain} {end.place.rule}"
-    return f"{end.fate.name} {place} {_shown(end.seen.packet.flow)} mark {end.seen.mark} {end.doubts}"  # type: ignore[attr-defined]
+    return f"{end.fate.name} {place} {_shown(end.seen.packet.flow)} mark {end.seen.mark} {end.doubts}"
 
 
 def _shown(flow: Flow) -> str:
-    hosts = [each and format_address(each) for each in (flow.source, flow.destination)]
+    hosts = ["?" if each is None else format_address(each) for each in (flow.source, flow.destination)]
     return f"{hosts[0]} {flow.source_port} > {hosts[1]} {flow.port}"
 
 
-def _agrees(judge: Judge, fate: Fate, seen: Seen, real: Seen_ | None) -> bool:
+def _agrees(fate: Fate, seen: Seen, real: Passed | None) -> bool:
     if fate is Fate.UNKNOWN:
         return True
     if fate not in (Fate.DELIVERED, Fate.SENT):
