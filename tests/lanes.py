@@ -52,6 +52,9 @@ _NEIGHBOURS = (
 )
 """Other programs on the node, other releases of nft, and what kernels may send."""
 _REPORT = "tests/core/cli/test_report_command.py"
+_CORE = (("tests/core/cli",), ("tests/core/kube",), ("tests/core/app", "tests/core/modes"))
+_PLUGINS = (("tests/plugins/nftables", "tests/plugins/ebpf"),)
+"""Rooms of `tests/core` and `tests/plugins` whose tests take a lane; the others share one."""
 _IDLE = "tests/plugins/userspace/test_idle.py"
 
 
@@ -94,8 +97,13 @@ def _of_a_mode(*modes: str, families: Sequence[str] = ("ipv4", "ipv6")) -> str:
     return " or ".join(f"{mode}-{family}" for mode in modes for family in families)
 
 
-def _parts(name: str, number: int, *arguments: str) -> list[Lane]:
-    return [Lane(name, (*arguments, f"--part={part}/{number}")) for part in range(1, number + 1)]
+def _by_room(name: str, directory: str, rooms: Sequence[Sequence[str]], *arguments: str) -> list[Lane]:
+    """Return a lane for each of *rooms* and one for the rest of *directory*.
+
+    A lane imports all modules that it chooses tests from: with `--part`, each part imports those of all.
+    """
+    rest = (directory, *_without(*(room for each in rooms for room in each)))
+    return [Lane(name, (*selected, *arguments)) for selected in (*rooms, rest)]
 
 
 def _without(*modules: str) -> list[str]:
@@ -107,8 +115,8 @@ LINT = (
     Lane("types", (_program("mypy"), *_CHECKED), is_program=True),
 )
 TEST = (
-    *_parts("core", 4, "tests/core", *_without(*_NEIGHBOURS, _REPORT)),
-    *_parts("plugins", 2, "tests/plugins", *_without(*_NEIGHBOURS, _IDLE), *_NOT_IN_A_GUEST),
+    *_by_room("core", "tests/core", _CORE, *_without(*_NEIGHBOURS, _REPORT)),
+    *_by_room("plugins", "tests/plugins", _PLUGINS, *_without(*_NEIGHBOURS, _IDLE), *_NOT_IN_A_GUEST),
     *LINT,
     Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
     Lane("kit", ("tests/kit", f"--ignore={_INSTALLED}", *_NOT_IN_A_GUEST)),

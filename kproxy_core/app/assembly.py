@@ -70,7 +70,7 @@ from kproxy_core.observe.history import ChangeLog, SyncHistory
 from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.logs import innermost_calls
 from kproxy_core.observe.messages import Handler
-from kproxy_core.observe.metrics import Metrics, SyncMetrics, measure_checks
+from kproxy_core.observe.metrics import Metrics, SyncMetrics, measure_checks, measure_problems
 from kproxy_core.observe.pages import About, Debug, health_routes, metrics_routes
 from kproxy_core.observe.server import HttpServer
 from kproxy_core.plan.quarantine import Quarantined
@@ -297,6 +297,7 @@ class _Proxy:
         self._store = make_store(config, families, self._source)
         self._events = make_events(config, self._node.name, access, self._metrics.client.record)
         self._events.report_node("Normal", "Starting")
+        self._health.include("objects", lambda: map(str, self._source.problems()))
         self._about = make_about(config, configuration.flags)
         if fallback is not None:
             self._fell_back(fallback)
@@ -306,6 +307,8 @@ class _Proxy:
             log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
+        self._health.include("listeners", self._server.problems)
+        self._metrics.add_collector(lambda: [tuple(measure_problems(self._health.all_problems()))])
         self._traffic = make_recorder(config, families, instance, self._metrics)
         self._history = SyncHistory() if config.enable_profiling else None
         self._unserved = UnservedServices(partial(self._events.report_service, "FailedToProgram"))
@@ -351,7 +354,8 @@ class _Proxy:
     def _make_overview(self) -> "Overview":
         from kproxy_core.app.overview import Overview  # nor this
 
-        return Overview(self._loop, self._health, self._about, self._history, self._traffic, self._node.name,
+        return Overview(self._loop, self._health, self._source.problems, self._about, self._history,
+                        self._traffic, self._node.name,
                         lambda: {"configured": self._switch.configured, "before": self._switch.before,
                                  "label": self._desired.named_by})
 
@@ -548,12 +552,19 @@ class _Proxy:
         self._metrics.set_fallback(fallback.wanted, fallback.serving)
         self._events.report_node("Warning", "ModeFallback", str(fallback))
         self._about.fallback = fallback
+        self._show_fallback(self._about.mode)
+
+    def _show_fallback(self, serving: str) -> None:
+        fallback = self._about.fallback
+        serves = fallback is not None and fallback.serving == serving
+        self._health.report("mode", None, str(fallback) if serves else "")
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         self._loop.post(partial(self._relays.settle, instance))
         if self._traffic is not None:
             layers = map(self._registry.layers, (self._about.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
+        self._show_fallback(instance.mode)
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)
         self._about.configuration = effective(self._configuration.of(instance.mode))

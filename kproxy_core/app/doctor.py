@@ -53,6 +53,10 @@ class Finding(NamedTuple):
     remedy: str
 
 
+NOT_SERVED: Final = frozenset({"firewall", "ip-forward", "second-proxy"})
+"""The checks whose findings keep Services from being served as they are meant. Others may hurt them."""
+
+
 # Filter chains of other programs.
 
 

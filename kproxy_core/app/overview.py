@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from kproxy_core.app.requests import Sort, Top
 from kproxy_core.config.release import commit
 from kproxy_core.contract.values import Failure
+from kproxy_core.kube.forward import NAMESPACE as FORWARDS
 from kproxy_core.model.address import format_socket
+from kproxy_core.model.events import BadObject
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.history import SyncHistory
@@ -41,7 +43,8 @@ class Overview:
     """Reads the running proxy and changes nothing. Not for the loop's thread, which it asks."""
 
     def __init__(
-        self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
+        self, loop: Loop, health: ProxyHealth, bad_objects: Callable[[], Iterable[BadObject]], about: About,
+        history: SyncHistory | None,
         traffic: TrafficRecorder | None, node: str, modes: Callable[[], Mapping[str, str]],
     ) -> None:
         """*modes* returns ``configured``, the mode in the configuration, ``before``, the one that served
@@ -49,6 +52,7 @@ class Overview:
         """
         self._loop = loop
         self._health = health
+        self._bad_objects = bad_objects
         self._about = about
         self._history = history
         self._traffic = traffic
@@ -58,14 +62,12 @@ class Overview:
     def status(self) -> dict[str, Any]:
         """Return mode, health, problems and the last syncs."""
         health = json.loads(self._health.healthz().body)
-        fallback = self._about.fallback
-        problems = list(health.get("problems", ()))
-        if fallback is not None and fallback.serving == self._about.mode:
-            problems.append(str(fallback))
+        problems = health.get("problems", ())
         return {
             "node": self._node, "mode": self._about.mode, "version": self._about.version,
             "uptime": time.time() - self._about.started, "now": time.time(),
-            "healthy": bool(health["healthy"]), "eligible": bool(health.get("nodeEligible", True)),
+            "healthy": bool(health["healthy"]), "well": not problems,
+            "eligible": bool(health.get("nodeEligible", True)),
             "problems": problems, "counted": self._traffic is not None,
             "syncs": [record._asdict() for record in self._history.records] if self._history else [],
         }  # fmt: skip
@@ -79,10 +81,8 @@ class Overview:
         return {
             "node": self._node, "mode": self._about.mode, **self._modes(),
             "version": self._about.version, "commit": commit(), "now": time.time(),
-            "started": self._about.started, "well": condition.is_well and not fallen,
-            # The fallback is as old as the process, and outlasts other problems.
-            "since": self._about.started if fallen else condition.since,
-            "problems": condition.problems + [fallen] * bool(fallen), "fallback": fallen,
+            "started": self._about.started, "well": condition.is_well, "since": condition.since,
+            "problems": condition.problems, "fallback": fallen,
             "last_sync": condition.last_sync, "lag": round(condition.lag, 3),
             "foreign_changes": condition.foreign_changes,
             "healthz": {"code": healthz.status, "body": json.loads(healthz.body)},
@@ -106,7 +106,12 @@ class Overview:
             for row in self._loop.call(partial(_describe, plans, wanted[at:at + _AT_ONCE], self._loop.now))
         ]
         now = time.monotonic()
+        bad: dict[str, list[str]] = {}
+        for each in self._bad_objects():
+            service = f"{FORWARDS}/{each.name}" if each.kind == "Forward" else each.name
+            bad.setdefault(service, []).append(f"{each.field}: {each.problem}".removeprefix(": "))
         for key, row in zip(wanted, rows, strict=True):
+            row["problems"] += bad.get(str(key.service), ())
             _add_traffic(row, totals.get(key, _NONE), now)
         return {"services": rows, "found": len(found), "all": len(keys), "start": asked.start,
                 "counted": self._traffic is not None}

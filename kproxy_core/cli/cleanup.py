@@ -42,7 +42,7 @@ def _cleaned(
     registry: Registry, configuration: Configuration, spared: tuple[str, ...], *,
     dry_run: bool, own_only: bool,
 ) -> Iterator[Leftovers]:
-    """Clean up mode by mode. An object that two modes would remove is reported for the first one only."""
+    """Clean up mode by mode. An object or error that two modes have in common is reported for the first."""
     settings_of = settings_of_modes(configuration, served_families())
     seen: set[str] = set()
     for description in registry.load_all():
@@ -51,9 +51,10 @@ def _cleaned(
         with cli_errors():
             settings = settings_of(description.mode)
         left = registry.cleanup(description.mode, settings, dry_run=dry_run, own_only=own_only)
-        removed = tuple(what for what in left.removed if what not in seen)
-        seen.update(removed)
-        yield Leftovers(removed, left.errors, mode=left.mode)
+        removed, errors = (
+            tuple(what for what in found if what not in seen) for found in (left.removed, left.errors))
+        seen.update(removed, errors)
+        yield Leftovers(removed, errors, mode=left.mode)
     left = clean_up_resets(dry_run=dry_run)
     if left.removed or left.errors:
         yield left

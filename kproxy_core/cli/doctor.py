@@ -9,7 +9,7 @@ import click
 from kproxy_core.app.control import send_request
 from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
 from kproxy_core.app.errors import NoProxy, RequestRefused
-from kproxy_core.app.requests import Plans
+from kproxy_core.app.requests import Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
@@ -130,7 +130,12 @@ def command(output: str, **options: Any) -> int:
     """
     with cli_errors():
         services, problem = read_services(given(options))
+        told = send_request(Status())["problems"] if services and services.is_running else []
     found = examine(services)
+    if told:
+        found["findings"].insert(0, Finding(
+            "proxy", "kproxy does not serve all Services as their objects say", told,
+            "correct the objects that are named; the log of kproxy has more")._asdict())
     if problem:
         found["unclear"].append(problem)
     show_answer(found, output, as_text)

@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -48,6 +48,8 @@ class Objects(NamedTuple):
     """Returns the settings of each mode."""
     config: Config
     store: Store
+    bad: Sequence[BadObject]
+    """What is not used, or only in part."""
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def read_objects(
         settings = node_settings(config, registry.load(config.mode))
         if this_machine:
             addresses = node_addresses(registry.is_of_node)
-        store = _read(config, settings.name, families)
+        store, bad = _read(config, settings.name, families)
         if addresses is None:
             own = store.node
             addresses = frozenset(own.addresses) if own else node_addresses(registry.is_of_node)
@@ -81,7 +83,7 @@ def read_objects(
         facts.node, facts.service_cidrs = store.node, store.service_cidrs
         plans = {family: _planned(family, store, facts) for family in families}
         settings_of = settings_of_modes(configuration, families)
-        yield Objects(plans, registry, instance, settings_of, config, store)
+        yield Objects(plans, registry, instance, settings_of, config, store, bad)
     finally:
         gc.enable()
         instance.close()
@@ -95,7 +97,9 @@ def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
     return plans
 
 
-def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
+def _read(
+    config: Config, node_name: str, families: tuple[Family, ...]
+) -> tuple[Store, Sequence[BadObject]]:
     if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
         raise Mistake(f"--manifests: {config.kproxy.manifests}: there is no such directory")
     source = make_source(config, node_name, begin_access(config), lambda _: None)
@@ -113,4 +117,4 @@ def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store
                     log.warning("not used: %s", event)
     finally:
         source.stop()
-    return store
+    return store, [*source.problems()]

@@ -7,11 +7,10 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from kproxy_core.cli.objects import read_objects
+from kproxy_core.cli.objects import Objects, read_objects
 from kproxy_core.cli.options import VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.config.flags import RULES, Flags
-from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.address import Family
 from kproxy_core.modes.settings import Configuration
@@ -23,20 +22,22 @@ def rendered(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
     Raises ClickException if the mode has no such text, UsageError without manifests, and as `cli_errors`
     expects.
     """
-    with _updates(flags, families) as (instance, updates):
+    with _updates(flags, families) as (found, updates):
         for update in updates:
-            text = instance.render(update)
+            text = found.instance.render(update)
             if text is None:
-                raise click.ClickException(f"mode {instance.mode} has no rules as text")
+                raise click.ClickException(f"mode {found.instance.mode} has no rules as text")
             yield text
 
 
 def checked(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
     """Yield a line for each of *families* whose rules nft accepts.
 
-    Raises ClickException if nft rejects them or they are not text for it, and as `rendered` does.
+    Raises ClickException if nft rejects them, they are not text for it, or an object has a mistake, and as
+    `rendered` does.
     """
-    with _updates(flags, families) as (instance, updates):
+    with _updates(flags, families) as (found, updates):
+        instance = found.instance
         for update in updates:
             rules = f"the {update.family.label} rules of mode {instance.mode}"
             complaint = instance.check_text(update)
@@ -45,17 +46,19 @@ def checked(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
             if complaint:
                 raise click.ClickException(f"{rules} are refused: {complaint.strip()}")
             yield f"{rules} are accepted"
+        if count := len(found.bad):
+            raise click.ClickException(f"{count} mistake{'s' * (count > 1)} in objects, named above")
 
 
 @contextmanager
 def _updates(
     flags: Flags, families: tuple[Family, ...]
-) -> Iterator[tuple[BackendInstance, Iterator[Update]]]:
-    """Yield a backend of the mode, and the updates that it would get. Raises as `rendered` does."""
+) -> Iterator[tuple[Objects, Iterator[Update]]]:
+    """Yield the plans with a backend, and the updates that it would get. Raises as `rendered` does."""
     if not Configuration.read(flags).asked.kproxy.manifests:
         raise click.UsageError("render needs --manifests")
     with read_objects(flags, this_machine=False, families=families) as found:
-        yield found.instance, (_sorted(plans.update(Scope.RESYNC)) for plans in found.plans.values())
+        yield found, (_sorted(plans.update(Scope.RESYNC)) for plans in found.plans.values())
 
 
 def _sorted(update: Update) -> Update:
@@ -73,7 +76,8 @@ def command(family: str | None, check: bool, **options: Any) -> None:
     """Print the rules for a directory of manifests.
 
     Requires --manifests, but no privileges, and does not touch the kernel. --check needs rules that are text
-    for nft, and checks them in a network namespace of its own. Exit status: 0 if they are accepted, else 1.
+    for nft, and checks them in a network namespace of its own. Exit status: 0 if they are accepted and no
+    object has a mistake, else 1.
     """
     families = tuple(f for f in Family if family in (None, f.label.lower()))
     with cli_errors():

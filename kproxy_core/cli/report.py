@@ -20,7 +20,7 @@ import yaml
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.errors import NoProxy, RequestRefused
-from kproxy_core.app.requests import Diff, Report
+from kproxy_core.app.requests import Diff, Report, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import Mistake, cli_errors
 from kproxy_core.cli.terminal import encoded
@@ -86,9 +86,10 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
                 yield f"{key}.txt", "\n".join(map(_cleaned, about[key])) + "\n"
     if about and not OBJECTS & set(flags):
         try:
+            yield "status.json", _text(send_request(Status()))
             yield "diff.json", _text(send_request(Diff())["differences"])
         except (NoProxy, RequestRefused) as error:
-            problems.append(f"diff: {error}")
+            problems.append(f"status and differences: {error}")
     yield "doctor.json", _doctor(about, is_running=not OBJECTS & set(flags))
     for name, text in kernel_state():
         yield f"kernel/{name}", text

@@ -21,7 +21,8 @@ def as_text(found: Found) -> str:
 def _lines(found: Found) -> Iterator[str]:
     now = found["now"]
     verdict = good("well") if found["well"] else bad("not well")
-    yield f"{found['node']}: {verdict} for {age(now - found['since'])}"
+    since = f" for {age(now - found['since'])}" if found["since"] else ""
+    yield f"{found['node']}: {verdict}{since}"
     for problem in found["problems"]:
         yield f"  {bad(problem)}"
     commit = f" ({found['commit']})" if found["commit"] else ""
@@ -37,12 +38,12 @@ def _lines(found: Found) -> Iterator[str]:
     yield f"foreign changes  {found['foreign_changes']}"
     eligible = found["healthz"]["body"].get("nodeEligible", True)
     yield f"/healthz         {found['healthz']['code']}{'' if eligible else ', the node is not eligible'}"
-    if "findings" in found:
-        yield f"doctor           {_findings(found['findings'])}"
+    if found.get("findings"):
+        yield f"doctor           {hint(_findings(found['findings']))}"
 
 
 def _findings(checks: list[str]) -> str:
-    return hint(f"{len(checks)}: {', '.join(checks)}; see `kproxy doctor`") if checks else "finds nothing"
+    return f"{len(checks)}: {', '.join(checks)}; `kproxy doctor` has evidence and remedies"
 
 
 def age(seconds: float) -> str:
@@ -54,20 +55,29 @@ def age(seconds: float) -> str:
 
 
 @click.command("status", cls=FlagCommand)
-@click.option("--doctor", is_flag=True, help="Also count what `kproxy doctor` finds.")
+@click.option(
+    "--doctor/--no-doctor", default=True, help="Ask `kproxy doctor`, too, which takes longer; the default.")
 @OUTPUT
 def command(doctor: bool, output: str) -> int:
-    """Say whether this node's proxy is well.
+    """Say whether this node's proxy is well, and all that is wrong.
 
-    Exit status: 0 if it is, 1 if it is not or does not run. Findings of --doctor do not change it.
+    Wrong is what keeps Services from being served as their objects say: changes that are not programmed,
+    objects with mistakes, endpoints of Forwards that fail their checks, ports that cannot be opened, and of
+    what `kproxy doctor` finds, firewalls, other service proxies and a node that forwards nothing. Exit
+    status: 0 if nothing is wrong, else 1, also without a proxy.
     """
     with cli_errors():
         found = dict(send_request(Status()))
         if doctor:
+            from kproxy_core.app.doctor import NOT_SERVED
             from kproxy_core.cli.doctor import examine, read_services
             from kproxy_core.config.flags import Flags
 
             examined = examine(read_services(Flags())[0])
             found["findings"] = [finding["check"] for finding in examined["findings"]]
+            found["problems"] += [f"{each['check']}: {each['what']}" for each in examined["findings"]
+                                  if each["check"] in NOT_SERVED]
+            if found["well"] and found["problems"]:
+                found |= {"well": False, "since": 0.0}  # only the proxy knows since when
     show_answer(found, output, as_text)
     return 0 if found["well"] else 1

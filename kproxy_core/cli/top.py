@@ -121,7 +121,7 @@ def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) 
     from rich.table import Table
 
     status = found["status"]
-    health = "[green]healthy[/]" if status["healthy"] else "[bold red]not healthy[/]"
+    health = "[green]well[/]" if status["well"] else "[bold red]not well[/]"
     matching = f"{found['found']} of {found['all']} service ports"
     title = f"{escape(status['node'])}  {escape(status['mode'])}  {health}  {matching}"
     problems = [f"[red]{escape(problem)}[/]" for problem in status["problems"]]

@@ -24,15 +24,21 @@ class Condition(Struct, frozen=True, kw_only=True):
 def worse(before: Condition, after: Condition) -> tuple[str, ...]:
     """Return in what a node is worse *after* than *before*.
 
-    A frontend that failed before may fail after, and a node that had problems may have others.
+    A frontend that failed before may fail after, and what had a problem may have another one.
     """
-    found = [] if before.problems else list(after.problems)
+    had = set(map(_subject, before.problems))
+    found = [problem for problem in after.problems if _subject(problem) not in had]
     if before.failures is not None and after.failures is None:
         found.append(after.unclear)
     known = before.failures or {}
     found += [f"{frontend}: {problem}" for frontend, problem in (after.failures or {}).items()
               if frontend not in known]  # fmt: skip
     return tuple(found)
+
+
+def _subject(problem: str) -> str:
+    """Return what has a *problem*, such as ``IPv4`` or ``Service shop/web``."""
+    return problem.partition(":")[0]
 
 
 def lasting(first: Condition, second: Condition) -> Condition:

@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from kproxy_core.kube.verdicts import Verdict, left_out, patience
 from kproxy_core.model.address import Family, family_of, format_address, format_socket
-from kproxy_core.model.events import Complete, Emit, Event, SliceGone, SliceSet, Source
+from kproxy_core.model.events import BadObject, Complete, Emit, Event, SliceGone, SliceSet, Source
 from kproxy_core.model.service import Check, Destination, EndpointSlice, ServiceName, SliceName
 from kproxy_core.netlink.sockets import PollThread
 
@@ -243,6 +243,18 @@ class CheckedSource:
             os.close(self._bell)
             for probe in self._probes.values():
                 probe.close()
+
+    def problems(self) -> Iterable[BadObject]:
+        """Return those of the source, and the Forwards with endpoints whose checks fail."""
+        with self._lock:
+            failing = {
+                group: {where: self._servers[members.servers[where]].because for where in members.failing}
+                for group, members in self._groups.items() if members.failing
+            }  # fmt: skip
+            numbers = {group: len(self._groups[group].servers) for group in failing}
+        return [*self._source.problems(), *(
+            BadObject("Forward", group.service.name, "to", _failing(numbers[group], of_group))
+            for group, of_group in failing.items())]
 
     def results(self) -> list[tuple[Target, Checked]]:
         """Return what is known about every endpoint that is checked. From any thread."""
@@ -514,6 +526,14 @@ class CheckedSource:
                         failing.pop(server.where, None)
         if groups or (was_unknown and not self._unknown):
             self._pass([], groups)
+
+
+def _failing(number: int, failing: Mapping[Destination, str]) -> str:
+    """Return what is wrong with a Forward to *number* endpoints, from the *failing* ones and why."""
+    first, why = next(iter(failing.items()))
+    more = f" and {len(failing) - 1} more" if len(failing) > 1 else ""
+    return (f"{number - len(failing)} of {number} endpoints pass their checks: "
+            f"{format_socket(*first)}: {why}{more}")
 
 
 def _destinations(event: SliceSet) -> Iterator[Destination]:

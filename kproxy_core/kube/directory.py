@@ -10,6 +10,7 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -200,6 +201,8 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
         return (yield from _collect_items(manifest, where, head, None, lists + 1))
     resource = RESOURCES.get(kind.removesuffix("List"))
     if resource is None or _group(version) != _group(resource.api_version):
+        if problem := _misspelt(kind, version):
+            manifest._complain(kind, where, "kind", problem)
         return None  # another kind, perhaps one of the same name in another API
     if version != resource.api_version:
         return manifest._complain(
@@ -207,6 +210,26 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
     if kind != resource.kind:
         return (yield from _collect_items(manifest, where, head, resource, lists + 1))
     return manifest._add(where, resource, value)
+
+
+def _misspelt(kind: str, version: str) -> str:
+    """Return what is wrong with the *kind* of an object that is not for kproxy; "": nothing.
+
+    Any kind of kproxy.dev would be known here. In groups of Kubernetes, a kind that is spelt nearly like one
+    of those that kproxy reads is a mistake: no kind of Kubernetes is.
+    """
+    from difflib import get_close_matches  # most directories hold no such kind
+
+    group = _group(version)
+    known = {each.lower(): each for each, of in RESOURCES.items() if _group(of.api_version) == group}
+    close = get_close_matches(kind.lower(), known, 1, _CLOSE)
+    if not close and group != _group(FORWARDS.api_version):
+        return ""
+    return f"{quoted(kind)} is not known" + (f"; is {known[close[0]]} meant?" if close else "")
+
+
+_CLOSE = 0.8
+"""As difflib measures it; a Secret and a Service have 0.62."""
 
 
 def _collect_items(
@@ -253,7 +276,7 @@ class Inventory:
         self._files: dict[str, Values] = {}
         self._holders: dict[Key, tuple[str, ...]] = {}
         """Files that hold an object, sorted: the first one is used."""
-        self._bad: dict[str, frozenset[BadObject]] = {}
+        self._bad: dict[str, tuple[BadObject, ...]] = {}
         """Problems reported for each file, as long as it has them."""
         self._failures: dict[str, str] = {}
         self._spares: dict[Key, frozenset[str]] = {}
@@ -262,6 +285,8 @@ class Inventory:
         """Number of slices of each Service that are not mirrors."""
         self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
         """Slices delivered for Endpoints objects."""
+        self._other_nodes: dict[str, str] = {}
+        """By file, the name of the first Node in it that is another one."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -279,6 +304,23 @@ class Inventory:
         events = self._differences(before)
         spares = [report for key in before for report in self._report_spares(key)]
         return [*events, *reports, *limit_complaints(spares, "directory", "(objects in several files)")]
+
+    def problems(self) -> list[BadObject]:
+        """Return the problems of all files, by file. Any thread may call it."""
+        found = [(file, [_failure(file, problem)]) for file, problem in list(self._failures.items())]
+        found += [(file, [*bad]) for file, bad in list(self._bad.items())]
+        spares = (_spare(key, file, self._holders.get(key, (file,))[0])
+                  for key, files in list(self._spares.items()) for file in sorted(files))
+        return [*(each for _, bad in sorted(found, key=itemgetter(0)) for each in bad), *spares,
+                *self._missing_node()]
+
+    def _missing_node(self) -> Iterator[BadObject]:
+        """Yield that this node's Node is missing, if there are others: perhaps it has another name."""
+        key = (NODES.kind, ("", self._node_name))
+        others = list(self._other_nodes.items())
+        if others and key not in self._holders:
+            file, name = others[0]
+            yield _report(key, f"there is no such Node, but Node {name} in {shown(file)}")
 
     def has_failed(self, file: str) -> bool:
         return file in self._failures
@@ -298,15 +340,17 @@ class Inventory:
         if self._failures.get(file) == problem:
             return []
         self._failures[file] = problem
-        return [BadObject("file", shown(file), "", problem)]
+        return [_failure(file, problem)]
 
     def _take(self, file: str, manifest: Manifest, before: Values) -> list[BadObject]:
         """Record the new content of *file*. Put the previous values of changed objects into *before*."""
         old = self._files.get(file, {})
         new: Values = {}
         bad = list(manifest.bad)
+        self._other_nodes.pop(file, None)
         for key, value in manifest.objects:
             if key[0] == NODES.kind and key[1] != ("", self._node_name):
+                self._other_nodes.setdefault(file, key[1][1])
                 continue
             if key in new:
                 bad.append(_report(key, f"is in {shown(file)} more than once"))
@@ -330,10 +374,10 @@ class Inventory:
             self._files[file] = new
         else:
             self._files.pop(file, None)
-        reported = self._bad.pop(file, frozenset())
+        reported = self._bad.pop(file, ())
         if bad:
-            self._bad[file] = frozenset(bad)
-        return [problem for problem in dict.fromkeys(bad) if problem not in reported]
+            self._bad[file] = tuple(dict.fromkeys(bad))
+        return [problem for problem in self._bad.get(file, ()) if problem not in reported]
 
     def _value(self, key: Key) -> Any:
         """Return the value used for the object *key*; None: it does not exist, or is not for this proxy."""
@@ -404,11 +448,19 @@ class Inventory:
             self._spares[key] = frozenset(spares)
         for file in spares:
             if file not in reported:
-                yield _report(key, f"is in {shown(file)} as well; the one in {shown(first)} is used")
+                yield _spare(key, file, first)
 
 
 def _name(event: ServiceSet | SliceSet) -> ServiceName | SliceName:
     return event.service.name if isinstance(event, ServiceSet) else event.slice.name
+
+
+def _failure(file: str, problem: str) -> BadObject:
+    return BadObject("file", shown(file), "", problem)
+
+
+def _spare(key: Key, file: str, used: str) -> BadObject:
+    return _report(key, f"is in {shown(file)} as well; the one in {shown(used)} is used")
 
 
 def _report(key: Key, problem: str) -> BadObject:
@@ -533,6 +585,9 @@ class DirectorySource:
         with doing(f"watch the directory of manifests {shown(self._path)} (inotify)"):
             self._watch = DirectoryWatch(self._path)
         self._thread = PollThread("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
+
+    def problems(self) -> list[BadObject]:
+        return self._inventory.problems()
 
     def stop(self) -> None:
         self._stopping = True

@@ -171,10 +171,15 @@ class Replica:
         self._limit = self._most_held
         self._unseen: set[Name] | None = None
         """Objects not listed yet; None: no listing is under way."""
+        self.problems: dict[Name, tuple[BadObject, ...]] = {}
+        """Those of objects that are not used, or only in part."""
         self._unproven: set[Name] = set()
         """Objects that were new in listings since the last one that ended."""
         self.is_complete = False
         """Everything has been listed once, or the server does not serve this kind."""
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     @property
     def is_listing(self) -> bool:
@@ -205,10 +210,15 @@ class Replica:
                 if known is None:
                     self._unproven.add(name)
             events.append(self._resource.gone(name) if reading.value is None else reading.value)
+            if reading.bad:
+                self.problems[name] = tuple(reading.bad)
+            else:
+                self.problems.pop(name, None)
         events += reading.bad
 
     def delete(self, name: Name) -> list[Event]:
         self._held -= self._known.pop(name, 0)
+        self.problems.pop(name, None)
         self._unproven.discard(name)
         return [self._resource.gone(name)]
 
@@ -308,6 +318,14 @@ class Reflector:
             self._replica.abandon_listing()
             self._wait(self._attempt())
         self._requests.disconnect()
+
+    def finds_nothing(self, resource: Resource[Any, Any]) -> bool:
+        """Return whether it follows *resource*, and no object exists. For another thread."""
+        return self._resource is resource and self._replica.is_complete and not len(self._replica)
+
+    def problems(self) -> list[BadObject]:
+        """Return what is wrong with objects. For another thread."""
+        return [bad for of_object in list(self._replica.problems.values()) for bad in of_object]
 
     def stop(self) -> None:
         """Make `run` return soon, without another event. For another thread."""
@@ -608,6 +626,11 @@ class KubernetesSource:
             self._threads.append(thread)
             thread.start()
 
+    def problems(self) -> list[BadObject]:
+        return [*(bad for reflector in self._reflectors for bad in reflector.problems()),
+                *(BadObject(NODES.kind, self._node_name, "", "there is no such Node")
+                  for reflector in self._reflectors if reflector.finds_nothing(NODES))]
+
     def stop(self) -> None:
         """Close the connections and stop delivering. No event follows once this returns."""
         for reflector in self._reflectors:
@@ -621,7 +644,8 @@ def _selectors(node_name: str) -> tuple[tuple[Resource[Any, Any], dict[str, str]
     """Return the resources to follow, each with its labelSelector and fieldSelector."""
     return (
         # The largest first: the server works on it while we start the others.
-        (ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless"}),
+        # Slices may belong to no Service (KEP-6116): kube-proxy 1.36 asks for them, and does not use them.
+        (ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless,kubernetes.io/service-name"}),
         (SERVICES, {"labelSelector": "!service.kubernetes.io/service-proxy-name",
                     "fieldSelector": "spec.clusterIP!=None"}),
         (NODES, {"fieldSelector": f"metadata.name={node_name}"}),

@@ -1,6 +1,6 @@
 """The events that sources send to the store: typed, decoded and checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -130,3 +130,6 @@ class Source(Protocol):
 
     def stop(self) -> None:
         """Stop delivering. No event follows once this returns."""
+
+    def problems(self) -> Iterable[BadObject]:
+        """Return what is not used now, or only in part. Any thread may call it."""

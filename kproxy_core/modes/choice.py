@@ -56,7 +56,11 @@ def choose(
         if fallback:
             log.warning("falling back to another mode", extra={"fields": fallback._asdict()})
         return ChosenMode(configuration.of(mode), instance, fallback, instance.settings.families)
-    raise Unsupported(_nothing_works(registry, wanted, problems))
+    if wanted:
+        raise Unsupported(_nothing_works(registry, wanted, problems))
+    # A line about every installed mode has been logged: one with all of them is too long to read.
+    why = "the lines above say why, and so does kproxy modes --probe"
+    raise Unsupported(f"{_nothing_works(registry, wanted, {})}; {why}")
 
 
 def _start(

@@ -3,7 +3,9 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -23,6 +25,18 @@ class _FamilyState(Struct):
     """Monotonic time of the oldest request since then."""
     problem: str = ""
     foreign_changes: int = 0
+
+
+class Problem(NamedTuple):
+    """Something that is wrong, in words."""
+
+    about: str
+    """What it concerns, such as ``syncs`` or ``objects``: one of few."""
+    text: str
+
+
+_MOST_NAMED = 20
+"""Limit for the problems of one reader that are named; the others are counted."""
 
 
 class Condition(Struct, frozen=True, kw_only=True):
@@ -65,6 +79,9 @@ class ProxyHealth(SyncObserver):
         self._states = {family: _FamilyState() for family in families}
         self._held = ""
         self._others: dict[tuple[Family | None, str], str] = {}
+        self._readers: dict[str, Callable[[], Iterable[str]]] = {}
+        self._has_read_problems = False
+        """When `_readers` were asked last, one of them had a problem."""
         self._was_well = False
         self._since_ns = wall_ns()
 
@@ -78,6 +95,10 @@ class ProxyHealth(SyncObserver):
             if problem:
                 self._others[family, what] = problem
             self._note()
+
+    def include(self, about: str, read: Callable[[], Iterable[str]]) -> None:
+        """Show what *read* returns, which is asked on the threads of those who ask. The proxy is healthy."""
+        self._readers[about] = read
 
     def hold(self, reason: str) -> None:
         """Report not ready, with *reason*, until `release`. The proxy is still alive and serving."""
@@ -125,15 +146,17 @@ class ProxyHealth(SyncObserver):
 
     def healthz(self) -> Answer:
         """Answer for readiness: healthy, not held, and the node is eligible."""
+        problems = self.problems()
         with self._lock:
             healthy = self.healthy() and not self._held
-            return self._answer(healthy and self._node_eligible, healthy, with_node=True)
+            return self._answer(healthy and self._node_eligible, healthy, problems, with_node=True)
 
     def livez(self) -> Answer:
         """Answer for liveness: no family is overdue. A restart would not speed up the first sync."""
+        problems = self.problems()
         with self._lock:
             alive = self._alive()
-            return self._answer(alive, alive, with_node=False)
+            return self._answer(alive, alive, problems, with_node=False)
 
     def alive(self) -> bool:
         """Return what `livez` answers."""
@@ -141,30 +164,50 @@ class ProxyHealth(SyncObserver):
             return self._alive()
 
     def condition(self) -> Condition:
+        problems = self.problems()
         with self._lock:
-            self._note()
             now, states = self._monotonic(), self._states.values()
             newest = max((state.updated_ns or 0 for state in states), default=0)
             pending = [state.pending_since for state in states if state.pending_since is not None]
             return Condition(
-                is_well=self._was_well, since=self._since_ns / 1e9, problems=self.problems(),
+                is_well=self._was_well, since=self._since_ns / 1e9, problems=problems,
                 last_sync=newest / 1e9 if newest else None, lag=now - min(pending, default=now),
                 foreign_changes=sum(state.foreign_changes for state in states))
 
     def problems(self) -> list[str]:
-        """Return why the proxy is not ready, and what it could not serve."""
+        """Return why the proxy is not ready, and what is not served as meant. Not on the loop's thread.
+
+        Of each reader, `_MOST_NAMED` problems at most, and the number of the others.
+        """
+        named: list[str] = []
+        of_reader = Counter[str]()
+        for about, text in self.all_problems():
+            of_reader[about] += 1
+            if about not in self._readers or of_reader[about] <= _MOST_NAMED:
+                named.append(text)
+        more = {about: count - _MOST_NAMED for about, count in of_reader.items() if about in self._readers}
+        return [*named, *(f"{about}: {count:,} more problems" for about, count in more.items() if count > 0)]
+
+    def all_problems(self) -> list[Problem]:
+        """Return every problem. Not on the loop's thread, because readers are asked."""
+        read = [Problem(about, text) for about, reader in self._readers.items() for text in reader()]
         with self._lock:
-            now = self._monotonic()
-            problems = [f"{family.label}: {problem}" for family, state in self._states.items()
-                        if (problem := self._problem(state, now))]
-            problems += [
-                f"{family.label}: {what}: {problem}" if family else f"{what}: {problem}"
-                for (family, what), problem in self._others.items()]
-            return [*problems, self._held] if self._held else problems
+            self._has_read_problems = bool(read)
+            self._note()
+            return [*self._own_problems(), *read]
+
+    def _own_problems(self) -> list[Problem]:
+        now = self._monotonic()
+        found = [Problem("syncs", f"{family.label}: {problem}") for family, state in self._states.items()
+                 if (problem := self._problem(state, now))]
+        found += [
+            Problem(what, f"{family.label}: {what}: {problem}" if family else f"{what}: {problem}")
+            for (family, what), problem in self._others.items()]
+        return [*found, Problem("start", self._held)] if self._held else found
 
     def _note(self) -> None:
         """Remember when the proxy became well, or no longer so: if it is late, since its oldest change."""
-        is_well = not self.problems()
+        is_well = not self._has_read_problems and not self._own_problems()
         if is_well != self._was_well:
             now = self._monotonic()
             late = [now - (state.pending_since or now) for state in self._states.values()
@@ -186,7 +229,7 @@ class ProxyHealth(SyncObserver):
     def _overdue(self, state: _FamilyState, now: float) -> bool:
         return state.pending_since is not None and now - state.pending_since >= self._timeout
 
-    def _answer(self, ok: bool, healthy: bool, with_node: bool) -> Answer:
+    def _answer(self, ok: bool, healthy: bool, problems: Sequence[str], *, with_node: bool) -> Answer:
         now_ns, now = self._wall_ns(), self._monotonic()
         newest = max((state.updated_ns or 0 for state in self._states.values()), default=0)
         document: dict[str, object] = {
@@ -204,7 +247,7 @@ class ProxyHealth(SyncObserver):
         }
         if status:
             document["status"] = status
-        if problems := self.problems():
+        if problems:
             document["problems"] = problems
         body = json.dumps(document, separators=(",", ":")).encode()
         return Answer(200 if ok else 503, body, "application/json")

@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import threading
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,7 @@ from kproxy_core.sync.resets import ResetResult
 if TYPE_CHECKING:
     from kproxy_core.kube.checks import Checked, Target
     from kproxy_core.kube.requests import ApiRequest
+    from kproxy_core.observe.health import Problem
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no ..._created series
 
@@ -211,6 +213,12 @@ def _network_bytes() -> tuple[int | None, int | None]:
 
 
 # Checks of endpoints.
+
+def measure_problems(problems: Iterable["Problem"]) -> Iterator[Measurement]:
+    for about, number in Tally(problem.about for problem in problems).items():
+        yield Measurement(
+            "kproxy_problems", "Problems that kproxy status shows", "gauge", number, {"about": about})
+
 
 def measure_checks(targets: Iterable[tuple["Target", "Checked"]]) -> Iterator[Measurement]:
     for target, checked in targets:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from msgspec import Struct, field
@@ -178,13 +178,16 @@ class Listener(Struct, eq=False):
         self.sockets = sockets
         return True
 
+    @property
+    def addresses(self) -> str:
+        return ",".join(format_socket(*binding) for binding in self.bindings)
+
     def _report(self, error: OSError) -> None:
         if self.problem == str(error):
             return
         self.problem = str(error)
-        where = ",".join(format_socket(*binding) for binding in self.bindings)
         log.error("cannot listen", extra={
-            "fields": {"listener": self.name, "addresses": where, "error": str(error)}})
+            "fields": {"listener": self.name, "addresses": self.addresses, "error": str(error)}})
         if self.failed is not None:
             self.failed(error)
 
@@ -253,6 +256,11 @@ class HttpServer:
         listener = Listener(self, name, bindings, handler, both_families, failed)
         self._do(lambda: self._bind(listener))
         return listener
+
+    def problems(self) -> Iterator[str]:
+        """Yield why listeners do not listen, one sentence each."""
+        for each in list(self._unbound):
+            yield f"{each.name}: cannot listen on {each.addresses}: {each.problem}"
 
     def _do(self, action: Callable[[], None]) -> None:
         self._todo.append(action)

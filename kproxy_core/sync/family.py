@@ -28,8 +28,11 @@ _ESCALATE_AFTER = 2
 _SUSPECT_ALL_AFTER = 6
 """Consecutive failures after which all service ports are suspected, not only those that differ."""
 
-_OF_MACHINE = frozenset({errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE})
-"""Errors that no service port causes."""
+_OF_MACHINE = frozenset({errno.EPERM, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.EINTR})
+"""Errors that no service port causes. EINTR: what was read changed meanwhile.
+
+ENOBUFS is none of them: one service port may make a transaction that the kernel has no room for.
+"""
 
 _LONGEST_LEFT_OUT = 300.0
 """Upper bound in seconds of the delay until service ports that could not be programmed are tried again."""
@@ -253,6 +256,7 @@ class FamilySync:
             unserved = {**report.unserved, **self._isolation.unserved, **self.plans.unplanned}
             problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded, exceeded)))
             self._degraded = report.degraded
+            self.plans.postpone_unfinished(report.unfinished)
             steps = self.plans.acknowledge(unserved)
             self.is_synced = self.is_synced or self._isolation.trial is None
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)

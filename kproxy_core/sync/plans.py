@@ -318,6 +318,15 @@ class FamilyPlans:
         left_out = keys | self._postponed.keys() if self._postponed else keys
         self._withheld = {key: self._plan_to_keep(key, left_out) for key in left_out}
 
+    def postpone_unfinished(self, keys: Set[ServicePortKey]) -> None:
+        """Have the changes of *keys*, of which the backend has written a part, in a later update, too.
+
+        Call it before `acknowledge`.
+        """
+        for key in keys & self._before.keys():
+            self._postponed[key] = self._size(key)
+            self._withheld[key] = self._before[key]
+
     @property
     def postponed(self) -> Set[ServicePortKey]:
         """The service ports whose changes are left for a later update, because the next is large enough."""

@@ -20,6 +20,10 @@ from kproxy_xtables.rules import MANY_DELETIONS, ChainKey, append_commands, has_
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
+MOST_LINES = 2_000
+"""Limit for the rules in chains of one service port that a change writes at once: about half a second."""
+MOST_DELETED = 1_000
+"""The same for the chains of endpoints that it deletes."""
 _CHAINS = "chains of service ports"
 """Key beside the tables in counts of rules."""
 
@@ -53,6 +57,10 @@ class Difference:
     """Number of rules in the chains of the changed service ports."""
     endpoints: int
     """Number of endpoints afterwards."""
+    prepared: dict[ServicePortKey, dict[str, int]]
+    """`Applied.prepared` of the changed service ports afterwards."""
+    incomplete: Set[ServicePortKey]
+    """Service ports of which only chains are written to which nothing jumps that is new."""
 
 
 class Applied:
@@ -62,6 +70,9 @@ class Applied:
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         self.endpoints = 0
         """See `count_endpoints`."""
+        self.prepared: dict[ServicePortKey, dict[str, int]] = {}
+        """Fingerprints of the chains of service ports that are not as in `plans`, because a change is written
+        in parts; 0: a chain that is to be deleted."""
         self.rules: Counter[str] = Counter()
         """Number of rules by table, and in chains of service ports."""
 
@@ -76,11 +87,11 @@ class Applied:
     def difference(
         self, changed: Mapping[ServicePortKey, ServicePlan | None], node: NodeView, facts: Facts
     ) -> Difference:
-        """Return the operations that bring the kernel to the *changed* plans. O(changed)."""
-        endpoints = self.endpoints + sum(
-            _endpoints(plan) - _endpoints(self.plans.get(key)) for key, plan in changed.items()
-        )
-        style = make_style(node, facts, endpoints)
+        """Return the operations that bring the kernel to the *changed* plans, or nearer. O(changed)."""
+        growths = {key: _endpoints(plan) - _endpoints(self.plans.get(key)) for key, plan in changed.items()}
+        style = make_style(node, facts, self.endpoints + sum(growths.values()))
+        prepared: dict[ServicePortKey, dict[str, int]] = {}
+        incomplete: set[ServicePortKey] = set()
         chains: dict[str, str] = {}
         stale: dict[str, None] = {}
         growth: Counter[str] = Counter()
@@ -91,10 +102,21 @@ class Applied:
             old = self.plans.get(key)
             before = wanted(old, style) if old else _EMPTY
             after = wanted(plan, style) if plan else _EMPTY
-            chains.update(
-                (name, body) for name, body in after.chains.items() if before.chains.get(name) != body
-            )
-            stale.update((name, None) for name in before.chains if name not in after.chains)
+            held = {name: fingerprint(body) for name, body in before.chains.items()}
+            held |= self.prepared.get(key, {})
+            missing = {
+                name: body for name, body in after.chains.items() if held.get(name) != fingerprint(body)}
+            part = _first(missing)
+            chains |= part
+            if len(part) < len(missing):
+                written = {name: fingerprint(body) for name, body in part.items()}
+                prepared[key] = self.prepared.get(key, {}) | written
+                incomplete.add(key)
+                continue
+            gone = [name for name in held if name not in after.chains]
+            of_endpoints = [name for name in gone if name.startswith(names.ENDPOINT_PREFIX)]
+            prepared[key] = dict.fromkeys(of_endpoints[MOST_DELETED:], 0)
+            stale.update((name, None) for name in gone if name not in prepared[key])
             unchanged = {*before.rules}.intersection(after.rules)
             removed += [rule for rule in before.rules if rule not in unchanged]
             added += [rule for rule in after.rules if rule not in unchanged]
@@ -110,13 +132,16 @@ class Applied:
                 section = references.late if table == FILTER else references.sections[NAT]
                 section.lines.append(f"-D {chain} {spec}")
         if rewritten:
-            self._rewrite(rewritten, changed, references, style, skeleton(node, facts))
+            complete = {key: plan for key, plan in changed.items() if key not in incomplete}
+            self._rewrite(rewritten, complete, references, style, skeleton(node, facts))
             added = [rule for rule in added if (rule.table, rule.chain) not in rewritten]
         # At the top, because the last rule of KUBE-SERVICES must remain the last. In reverse order, because
         # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
             references.sections[table].lines.append(f"-I {chain} {spec}")
-        return Difference(list(chains.items()), references, changed, growth, chain_rules, endpoints)
+        endpoints = self.endpoints + sum(more for key, more in growths.items() if key not in incomplete)
+        return Difference(
+            list(chains.items()), references, changed, growth, chain_rules, endpoints, prepared, incomplete)
 
     def _rewrite(
         self, rewritten: Set[ChainKey], changed: Mapping[ServicePortKey, ServicePlan | None],
@@ -136,7 +161,10 @@ class Applied:
             section.lines += [f"-A {key[1]} {spec}" for spec in constant[key]]
 
     def acknowledge(self, difference: Difference) -> None:
+        self.prepared = {key: held for key, held in (self.prepared | difference.prepared).items() if held}
         for key, plan in difference.plans.items():
+            if key in difference.incomplete:
+                continue
             if plan is None:
                 self.plans.pop(key, None)
             else:
@@ -232,6 +260,18 @@ def owner_of(line: str, plans: Plans, style: Style) -> ServicePortKey | None:
 
 def count_endpoints(plans: Plans) -> int:
     return sum(map(_endpoints, plans.values()))
+
+
+def _first(chains: Mapping[str, str]) -> dict[str, str]:
+    """Return the first of *chains*, with at most `MOST_LINES` rules unless the first one has more."""
+    found: dict[str, str] = {}
+    lines = 0
+    for name, body in chains.items():
+        lines += body.count("\n")
+        if found and lines > MOST_LINES:
+            break
+        found[name] = body
+    return found
 
 
 def _endpoints(plan: ServicePlan | None) -> int:

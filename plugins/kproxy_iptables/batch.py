@@ -1,16 +1,19 @@
 """Operations encoded as input of iptables-restore, split into calls of limited size. Pure.
 
-One call is one transaction per table. The time of iptables-nft-restore 1.8.9 is quadratic in the chains of
-one call. Therefore chains to which nothing jumps yet are written first, in calls of their own. That is safe
-at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
+One call is one transaction per table. The time of iptables-nft-restore 1.8.9 is quadratic in the chains that
+one call names. Therefore chains to which nothing jumps yet are written first, in calls of their own. That is
+safe at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, MANGLE, NAT
+
+_JUMP = re.compile(r" -j (KUBE-S\S+)")
 
 
 @dataclass(slots=True)
@@ -55,14 +58,18 @@ def inputs(
 ) -> Iterator[str]:
     """Yield the inputs of iptables-restore, in order.
 
-    *chains* of the nat table are (name, rules as text); *references* is called after the last of them.
+    *chains* of the nat table are (name, rules as text); *references* is called after the last of them. A call
+    names at most *chains_per_call* of them, as written or as targets, unless one chain alone names more.
     """
     declared: list[str] = []
     bodies: list[str] = []
+    named: set[str] = set()
     for chain, body in chains:
-        if len(declared) == chains_per_call:
+        of_chain = {chain, *_JUMP.findall(body)}
+        if declared and len(named) + len(of_chain - named) > chains_per_call:
             yield f"*{NAT}\n{''.join(declared)}{''.join(bodies)}COMMIT\n"
-            declared, bodies = [], []
+            declared, bodies, named = [], [], set()
+        named |= of_chain
         declared.append(_declaration(chain))
         bodies.append(body)
     last = references()
@@ -76,6 +83,10 @@ def inputs(
 
 def deletions(stale: Collection[str], chains_per_call: int) -> Iterator[str]:
     """Yield the inputs that delete *stale* chains of service ports, each before those that it jumps to."""
+    grouped = [chain for chain in stale if chain.startswith(names.GROUPED)]
+    if len(stale) > chains_per_call:  # Otherwise one call flushes them all.
+        for start in range(0, len(grouped), chains_per_call):
+            yield Section(chains=grouped[start : start + chains_per_call]).text(NAT)
     stale = [chain for prefix in names.SERVICE_PREFIXES for chain in stale if chain.startswith(prefix)]
     for start in range(0, len(stale), chains_per_call):
         yield Section().text(NAT, stale=stale[start : start + chains_per_call])

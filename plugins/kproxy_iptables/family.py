@@ -48,7 +48,7 @@ class FamilyState:
         return self._node is None or rules_differ(self._node, node)
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write the difference to the *changed* plans. O(changed).
+        """Write the difference to the *changed* plans, of a large one a part. O(changed).
 
         Raises Busy, or TrustLost if the kernel lacks what it acknowledged.
         """
@@ -68,7 +68,9 @@ class FamilyState:
             raise TrustLost(str(error)) from error
         self._applied.acknowledge(difference)
         self._acknowledged(node, self._applied.last_rules(difference))
-        return SyncReport(len(difference.chains) + references.operations + len(late))
+        unfinished = frozenset(key for key, held in difference.prepared.items() if held)
+        operations = len(difference.chains) + references.operations + len(late)
+        return SyncReport(operations, unfinished=unfinished)
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Write the difference between the *plans* and a fresh read of the kernel.

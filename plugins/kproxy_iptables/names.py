@@ -24,8 +24,14 @@ TABLES = (MANGLE, NAT, FILTER)
 """Each has a canary."""
 
 SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-XLB-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-")
-"""Prefixes of the chains of one service port, all in nat; each kind jumps to later ones only. Up to 1.23,
-kube-proxy had ``KUBE-XLB-`` instead of ``KUBE-EXT-``."""
+"""Prefixes of the chains of one service port, all in nat; each kind jumps to later ones only, but those of
+`GROUPED` also to groups of their own kind. Up to 1.23, kube-proxy had ``KUBE-XLB-`` instead of ``KUBE-EXT-``.
+"""
+
+ENDPOINT_PREFIX = SERVICE_PREFIXES[-1]
+
+GROUPED = ("KUBE-SVC-", "KUBE-SVL-")
+"""Prefixes of the chains that choose an endpoint."""
 
 _SERVICE_CHAIN = re.compile(rf"(?:{'|'.join(SERVICE_PREFIXES)})[A-Z2-7]{{16}}")
 
@@ -74,7 +80,16 @@ def service_chains(key: ServicePortKey) -> ServiceChains:
 
 
 def endpoint_chain(seed: str, where: str) -> str:
-    return f"KUBE-SEP-{_hash(seed + where)}"
+    return f"{ENDPOINT_PREFIX}{_hash(seed + where)}"
+
+
+def group_chain(chain: str, group: str) -> str:
+    """Return the name of the chain for a *group* of the endpoints of *chain*, one of `GROUPED`.
+
+    kube-proxy has no such chains; by this name it deletes them as its own.
+    """
+    prefix, dash, _ = chain.rpartition("-")
+    return prefix + dash + _hash(chain + group)
 
 
 def _hash(text: str) -> str:

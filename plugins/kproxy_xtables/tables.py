@@ -31,7 +31,7 @@ from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_
 LOCK_TIMEOUT = 5
 """Timeout in seconds of a program that waits for the xtables lock."""
 CHAINS_PER_CALL = 750
-"""Limit for the chains in one call of iptables-nft-restore, whose time is quadratic in them (1.8.9)."""
+"""Limit for the chains that one call of iptables-nft-restore names. Its time is quadratic in them (1.8.9)."""
 
 
 # Tables over netlink: a program takes longer, and creates tables when it reads.

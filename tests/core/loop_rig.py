@@ -58,6 +58,8 @@ class RecordingBackend(Backend):
         self.refuse: Callable[[Update], None] = lambda update: None
         """Raises for what cannot be programmed."""
         self.unserved: dict[ServicePortKey, str] = {}
+        self.unfinished: frozenset[ServicePortKey] = frozenset()
+        """Reported by each sync of changes that has one of them."""
         self.degraded = ""
         self.damaged: Damage | None = None
         self.watches = True
@@ -89,7 +91,9 @@ class RecordingBackend(Backend):
                 held[key] = plan
         self.nodes[update.family] = update.node
         operations = len(update.changed) if self.operations is None else self.operations
-        return SyncReport(operations=operations, unserved=dict(self.unserved), degraded=self.degraded)
+        return SyncReport(
+            operations=operations, unserved=dict(self.unserved), degraded=self.degraded,
+            unfinished=self.unfinished & update.changed.keys())
 
     def watch(self, damaged: Damage) -> bool:
         assert self.damaged is None, "watched twice"

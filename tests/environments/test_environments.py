@@ -103,7 +103,10 @@ def test_without_rights_a_probe_promises_nothing_that_a_start_refuses(who: str, 
     assert len(others) == 10, probed.stdout
     started = run(WITHOUT_RIGHTS[who]([KPROXY, f"--manifests={tmp_path}"]))
     assert started.returncode == 1
-    assert "no mode works on this machine" in started.stderr
+    *reasons, last = started.stderr.splitlines()
+    assert last.endswith(
+        "no mode works on this machine; the lines above say why, and so does kproxy modes --probe")
+    assert len([line for line in reasons if "mode does not work here" in line]) == 5
 
 
 @pytest.mark.parametrize("who", WITHOUT_RIGHTS)
@@ -111,6 +114,14 @@ def test_without_rights_a_cleanup_is_one_error(who: str) -> None:
     done = run(WITHOUT_RIGHTS[who]([KPROXY, "--cleanup"]))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "Error: permission denied, run as root or with CAP_NET_ADMIN\n"
+
+
+def test_a_cleanup_says_once_what_several_modes_cannot_read() -> None:
+    done = run(as_root_of_a_user_namespace(KPROXY, "--cleanup"))
+    *errors, last = done.stderr.splitlines()
+    assert last == "Error: not everything could be removed"
+    assert [error.partition(": exit 1: ")[0] for error in errors] == [
+        f"iptables: {program}: {program}-save" for program in ("iptables-legacy", "ip6tables-legacy")]
 
 
 def test_in_a_user_namespace_with_a_network_a_probe_finds_a_mode() -> None:

@@ -27,8 +27,8 @@ _VARIES = re.compile(
     r"|(?<=\d):\d+(?= -> | answered)"  # source ports, and those of a trial
     r"|\b\d+ s\b"
     r"|(?<=\()[0-9a-f]{12}(?=\))"
-)
-"""Handles of rules, times, ports, seconds and commits."""
+    r"|^doctor  .*\n", re.MULTILINE)
+"""Handles of rules, times, ports, seconds, commits, and what the doctor finds on this machine."""
 
 
 Wrapper = Callable[..., Sequence[str]]

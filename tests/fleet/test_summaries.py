@@ -28,7 +28,7 @@ def test_nodes_with_problems_come_first(canned: Canned) -> None:
         "c well 2 h nftables 0.2.0 (0123456789ab) 10 s ago 0 2 findings",
         "2 of 3 nodes are well",
     ]
-    assert canned.asked == ["kproxy status --doctor -o json"] * 3
+    assert canned.asked == ["kproxy status -o json"] * 3
 
 
 def test_nodes_are_chosen_by_their_labels(canned: Canned) -> None:

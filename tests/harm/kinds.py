@@ -104,8 +104,8 @@ def _long_names() -> list[Json]:
     return [*refused, owner, piece]
 
 
-def _source_ranges(count: int) -> list[Json]:
-    return service("hostile", HOSTILE, [TARGET], [1], type="LoadBalancer", ingress="203.0.113.50",
+def _source_ranges(count: int, ports: Sequence[int] = (1,)) -> list[Json]:
+    return service("hostile", HOSTILE, [TARGET], ports, type="LoadBalancer", ingress="203.0.113.50",
                    loadBalancerSourceRanges=[f"{each}/32" for each in addresses("172.16", count)])
 
 
@@ -149,10 +149,16 @@ OBJECTS = (
          _objects(lambda: service("hostile", HOSTILE, addresses("10.99", 4200), [1], local=True,
                                   type="LoadBalancer", ingress="203.0.113.50", sessionAffinity="ClientIP",
                                   externalTrafficPolicy="Local")),
-         answers=_SERVED, modes=(*_RULES, USERSPACE)),
+         answers=_SERVED),
+    Kind("20,000 endpoints with affinity",
+         _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 20_000), [1],
+                                  sessionAffinity="ClientIP")),
+         answers=_SERVED, modes=(*_RULES, IPTABLES)),
     Kind("65,536 endpoints",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 65_536), [1])),
          answers=_SERVED, modes=(*_RULES, USERSPACE)),
+    Kind("1,000 source ranges at 1,000 ports",
+         _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED),
     Kind("5,000 ServiceCIDRs",
          _objects(lambda: _service_cidrs(5000)), modes=(NFTABLES, IPTABLES)),
     Kind("names of 253 characters",

@@ -55,11 +55,8 @@ OPTIONS = {
 }
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack. A guest takes minutes for a family: the contract is checked in IPv6."""
-PLAYED = ("nftables", "iptables", "userspace", "ebpf")
-"""Modes that scenarios are played in, too, in IPv6, each in one of them. test_an_installed_example.py plays
-all in IPv4; a whole kproxy plays all in every mode and family: tests/conformance, tests/plugins/ipvs."""
 ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
-"""Scenarios that no whole kproxy plays."""
+"""Scenarios that no whole kproxy plays. test_an_installed_example.py plays all others without one, too."""
 
 
 class Results(NamedTuple):
@@ -92,13 +89,11 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
     (directory / "pytest.ini").write_text(ini.replace(PINS, pins))
     report = directory / "report.xml"
     contract = "(contract and not IPv4)" if mode == IN_A_GUEST else "contract"
-    chosen = (contract, *ONLY_HERE, *(("IPv6",) if mode in PLAYED else ()))
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
         *(option.replace(PINS, pins) for option in OPTIONS.get(mode, ())),
-        *(f"--deselect=::kproxy-{mode}::scenarios::{name}[IPv6]" for name in _played_elsewhere(mode)),
-        "-k", " or ".join(chosen), str(directory),
+        "-k", " or ".join((contract, *ONLY_HERE)), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
         # Evidence of a failed scenario outlives the guest.
@@ -122,28 +117,12 @@ def to_be_asked(mode: str) -> frozenset[str]:
         for family in check.families
         if not (mode == IN_A_GUEST and family is Family.IPV4)
     )
-    elsewhere = _played_elsewhere(mode)
     scenarios = (
         f"{scenario.name}[{family.label}]"
         for scenario in find() for family in Family
-        if ((mode in PLAYED and family is Family.IPV6) or scenario.name in ONLY_HERE)
-        and not scenario.not_for(mode, family.label.lower())
-        and not (family is Family.IPV6 and scenario.name in elsewhere)
+        if scenario.name in ONLY_HERE and not scenario.not_for(mode, family.label.lower())
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
-
-
-def _played_elsewhere(mode: str) -> frozenset[str]:
-    """Return the scenarios that the other modes of `PLAYED` play in IPv6, in turns."""
-    if mode not in PLAYED:
-        return frozenset()
-    found = set()
-    for number, scenario in enumerate(each for each in find() if each.name not in ONLY_HERE):
-        fit = [each for each in PLAYED
-               if scenario.name not in NOT_FOR.get(each, ()) and not scenario.not_for(each, "ipv6")]
-        if fit and mode != fit[number % len(fit)]:
-            found.add(scenario.name)
-    return frozenset(found)
 
 
 def results(report: Path) -> Results:

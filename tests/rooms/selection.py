@@ -52,9 +52,12 @@ def _selected(
     options = parser.parse_args(lane.arguments)
     for name in ("keyword", "markexpr", "part"):
         setattr(config.option, name, getattr(options, name))
-    chosen = [item for item in items
-              if any(item.path.is_relative_to(CHECKOUT / path) for path in options.paths)
-              and item.path not in [CHECKOUT / path for path in options.ignore]]
+    paths, ignored = ([CHECKOUT / path for path in chosen] for chosen in (options.paths, options.ignore))
+    modules = {
+        path for path in {item.path for item in items}
+        if any(map(path.is_relative_to, paths)) and not any(map(path.is_relative_to, ignored))
+    }  # fmt: skip
+    chosen = [item for item in items if item.path in modules]
     config.hook.pytest_collection_modifyitems(session=session, config=config, items=chosen)
     return chosen
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kproxy_core.fleet.cluster import Cluster, Node
     from kproxy_core.fleet.errors import Unreached
 
-ASKED = ("kproxy", "status", "--doctor", "-o", "json")
+ASKED = ("kproxy", "status", "-o", "json")
 _TIMEOUT = 15.0
 """Seconds: nodes that hang must not keep those of a large cluster waiting."""
 

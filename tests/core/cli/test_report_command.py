@@ -53,7 +53,7 @@ def test_another_machine_answers_from_the_archive_as_the_node_does(node: Namespa
     assert archive.stat().st_mode & 0o777 == 0o600
     found = members(archive)
     assert {"version.txt", "machine.json", "node.json", "configuration.yaml", "objects/objects.json",
-            "plans.json", "metrics.txt", "log.txt", "diff.json", "kernel/nft-ruleset.txt",
+            "plans.json", "metrics.txt", "log.txt", "status.json", "diff.json", "kernel/nft-ruleset.txt",
             } <= set(found)  # fmt: skip
     assert "kubeproxy_sync_proxy_rules" in found["metrics.txt"]
     assert "first sync" in found["log.txt"]

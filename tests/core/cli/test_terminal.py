@@ -117,7 +117,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def answer(request: Request, report_progress: Callable[[str], None]) -> Mapping[str, Any]:
         if isinstance(request, Top):
-            return {"status": {"node": "n1", "mode": "old", "healthy": True, "problems": []},
+            return {"status": {"node": "n1", "mode": "old", "healthy": True, "well": True, "problems": []},
                     "found": 1, "all": 1, "counted": True, "services": [SERVICE]}
         assert isinstance(request, Compare | Switch)
         if request.mode == "absent":
@@ -151,7 +151,7 @@ def test_a_switch_is_reported_in_plain_lines(
 def test_one_look_at_the_traffic_names_no_keys(proxy: None) -> None:
     done = CliRunner().invoke(kproxy, ["top", "--once"])
     first, *_, last = done.stdout.splitlines()
-    assert (done.exit_code, first.rstrip()) == (0, "n1  old  healthy  1 of 1 service ports")
+    assert (done.exit_code, first.rstrip()) == (0, "n1  old  well  1 of 1 service ports")
     assert last.rstrip() == "order: rate"
     assert [" ".join(line.split()) for line in done.stdout.splitlines() if "10.0.0." in line] == [
         "10.0.0.1:80 5 0 -",

@@ -13,7 +13,7 @@ from kproxy_conformance.builders import service_name
 from kproxy_conformance.open_files import open_files
 from kproxy_core.kube.checks import Checked, CheckedSource
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
-from kproxy_core.model.events import Complete, Emit, Event, SliceGone, SliceSet
+from kproxy_core.model.events import BadObject, Complete, Emit, Event, SliceGone, SliceSet
 from kproxy_core.model.service import Check, Endpoint, EndpointSlice, SliceName, SlicePort
 from tests.core.directory_rig import State
 from tests.core.kube.test_directory_errors import no_descriptors_left
@@ -33,6 +33,9 @@ class Given:
 
     def stop(self) -> None:
         pass
+
+    def problems(self) -> list[BadObject]:
+        return []
 
 
 class Rig(State):

@@ -643,8 +643,8 @@ def _deaf_server(accepting: bool) -> Iterator[int]:
 
 # -- requests
 
-def test_the_selectors_are_those_of_kube_proxy(follow: ScriptedRun) -> None:
-    # kube-proxy 1.36, cmd/kube-proxy/app/server.go: the same, of each kind.
+def test_the_selectors_are_those_of_kube_proxy_but_for_slices_of_no_service(follow: ScriptedRun) -> None:
+    # kube-proxy 1.36, cmd/kube-proxy/app/server.go.
     server, observed = follow()
     observed.wait_for(lambda o: len(o.complete) == 4)
     selectors = {
@@ -654,7 +654,8 @@ def test_the_selectors_are_those_of_kube_proxy(follow: ScriptedRun) -> None:
     assert selectors == {
         "services": {"labelSelector": "!service.kubernetes.io/service-proxy-name",
                      "fieldSelector": "spec.clusterIP!=None"},
-        "endpointslices": {"labelSelector": "!service.kubernetes.io/headless"},
+        "endpointslices": {
+            "labelSelector": "!service.kubernetes.io/headless,kubernetes.io/service-name"},
         "nodes": {"fieldSelector": "metadata.name=n"},
         "servicecidrs": {},
     }

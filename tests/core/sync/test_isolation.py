@@ -1,6 +1,7 @@
 """Service ports that a backend fails to program are left out, and all others are served."""
 
 import errno
+import os
 from collections.abc import Callable, Collection
 
 import pytest
@@ -179,9 +180,10 @@ def test_an_innocent_service_port_is_tried_again_soon(rig: PickyRig) -> None:
     assert rig.count() == 1
 
 
-def test_a_right_that_is_missing_accuses_no_service(rig: PickyRig) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EMFILE, errno.EINTR])
+def test_an_error_of_the_machine_accuses_no_service(rig: PickyRig, number: int) -> None:
     error = SyncFailed("no")
-    error.__cause__ = PermissionError(errno.EPERM, "Operation not permitted")
+    error.__cause__ = OSError(number, os.strerror(number))
     rig.start(*events_of(*range(10)))
     rig.work()
 

@@ -11,7 +11,9 @@ from kproxy_core.app.answers import Snapshot
 from kproxy_core.app.explain import stale
 from kproxy_core.contract.errors import SyncFailed
 from kproxy_core.contract.values import Scope, Update
+from kproxy_core.model.address import Protocol
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.budget import OF_PORT
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync import family, plans
@@ -64,6 +66,35 @@ def test_they_are_removed_in_parts() -> None:
     rig.loop.emit([ServiceGone(service_name("many"))])
     assert sizes(rig.settle()) == [2] * (PORTS // 2)
     assert rig.backend.held[V4] == {}
+
+
+def test_what_the_backend_leaves_unfinished_follows_the_changes_of_others() -> None:
+    rig = Rig(families=[V4])
+    rig.start(*small("web", 1))
+    (web,) = rig.loop.plans[V4].plans
+    rig.backend.unfinished = frozenset({web})
+    (update,) = rig.say(SliceSet(endpoint_slice("web", "10.1.0.9")))
+    assert update.changed.keys() == {web}
+    assert rig.loop.plans[V4].postponed == {web}
+    (update,) = rig.say(*small("other", 2))
+    assert web not in update.changed
+    rig.backend.unfinished = frozenset()
+    assert [update.changed.keys() for update in rig.settle()] == [{web}]
+    assert not rig.loop.plans[V4].postponed
+    assert is_settled(rig)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_what_is_unfinished_is_told_again_if_it_is_as_before(new: bool) -> None:
+    rig = Rig(families=[V4])
+    rig.start(*([] if new else small("web", 1)))
+    rig.backend.unfinished = frozenset({ServicePortKey("default", "web", "", Protocol.TCP)})
+    rig.say(*small("web", 1), SliceSet(endpoint_slice("web", "10.1.0.9")))
+    rig.backend.unfinished = frozenset()
+    rig.loop.emit([ServiceGone(service_name("web"))] if new else small("web", 1))
+    assert [set(update.changed.values()) for update in rig.settle()] == [
+        {None} if new else set(rig.loop.plans[V4].plans.values())]
+    assert is_settled(rig)
 
 
 def test_a_full_sync_has_all_of_them() -> None:

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from kproxy_conformance.builders import endpoint_slice, node_view, plans, service
+from kproxy_conformance.checks.bench import lonely_node
+from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.contract.values import BackendSettings
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_iptables.backend import IptablesBackend
-from tests.plugins.explained import decided, essence, questions, serving
+from tests.plugins.explained import agrees, decided, essence, questions, questions_about, serving
 
 BACKEND = IptablesBackend(BackendSettings(tuple(Family)))
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -65,3 +68,21 @@ def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family
     (side, *_) = BACKEND.explain(questions(family)[:1], live=True)
     assert side.fate is None
     assert any("not understood" in item.text for item in side.objects)
+
+
+@pytest.mark.parametrize("affinity", [0, 60])
+@pytest.mark.parametrize("live", [False, True])
+def test_endpoints_in_groups_have_the_shares_of_the_plan(live: bool, affinity: int) -> None:
+    node = node_view(pods="10.244.0.0/16", anywhere=True)
+    slices = [endpoint_slice("web", *(f"10.{n}.{at // 250}.{at % 250 + 1}" for at in range(200)),
+                             name=f"web-{n}", weight=weight) for n, weight in ((1, 3), (2, 1))]
+    of = plans(node, service("web", affinity=affinity), *slices)
+    asked = questions_about(of, node)
+    with lonely_node():
+        subject = Subject(Wanted("iptables"), (Family.IPV4,))
+        full(subject.start(), Family.IPV4, of, node)
+        for question, side in zip(asked, BACKEND.explain(asked, live=live), strict=True):
+            assert agrees(question, side), side.objects
+            assert side.fate is not None
+            assert len(side.fate.choices) == 400
+        subject.end_all()

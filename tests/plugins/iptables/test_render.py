@@ -1,6 +1,8 @@
 """Pure modules: names, probabilities, comments, and the rendered text."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,11 +11,14 @@ from kproxy_conformance.builders import endpoint, endpoint_slice, full_update, n
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource
 from kproxy_core.model.service import ServicePortKey
-from kproxy_iptables.names import endpoint_chain, service_chains
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_iptables.batch import References, deletions, inputs
+from kproxy_iptables.names import endpoint_chain, is_service_chain, service_chains
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import Settings
 from kproxy_iptables.skeleton import Facts
-from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style, wanted
+from kproxy_iptables.wanted import LARGE_CLUSTER, MOST_IN_CHAIN, Style, make_style, wanted
+from kproxy_xtables.tables import CHAINS_PER_CALL
 from tests.plugins.iptables.rig import INTERFACES, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans
 
@@ -52,16 +57,98 @@ def own_rules(endpoints: int, *, comments: bool = True) -> list[str]:
     return [rule for body in own.values() for rule in body.splitlines()]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 1000])
-def test_every_endpoint_has_the_same_chance(count: int) -> None:
-    chosen = [rule for rule in own_rules(count) if " -> " in rule]
+def chances(chains: Mapping[str, str], chain: str) -> dict[str, float]:
+    """Return the chance of each endpoint's chain to be chosen by *chain*, directly or in a group."""
+    found: dict[str, float] = {}
     left = 1.0
-    for rule in chosen:
-        found = re.search(r"--probability (\S+)", rule)
-        chance = left * (float(found[1]) if found else 1.0)
-        assert chance == pytest.approx(1 / count, rel=1e-4)
+    for rule in chains[chain].splitlines():
+        if "--rcheck" in rule or not (jump := re.search(r"-j (KUBE-S\S+)", rule)):
+            continue
+        share = re.search(r"--probability (\S+)", rule)
+        chance = left * (float(share[1]) if share else 1.0)
+        if jump[1].startswith("KUBE-SEP-"):
+            found[jump[1]] = chance
+        elif of_group := chances(chains, jump[1]):
+            found |= {name: chance * part for name, part in of_group.items()}
+        else:  # It only asks for the client's last destination.
+            continue
         left -= chance
-    assert left == pytest.approx(0, abs=1e-6)
+    return found
+
+
+def plan_of(endpoints: int, **fields: Any) -> ServicePlan:
+    found = [endpoint(f"10.{number // 65025}.{number // 255 % 255}.{number % 255}")
+             for number in range(endpoints)]
+    (plan,) = plans(NODE, service("web", **fields), endpoint_slice("web", *found)).values()
+    return plan
+
+
+@pytest.mark.parametrize("affinity", [0, 60])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100, MOST_IN_CHAIN, MOST_IN_CHAIN + 1, 1000, 5000])
+def test_every_endpoint_has_the_same_chance(count: int, affinity: int) -> None:
+    plan = plan_of(count, affinity=affinity)
+    found = chances(wanted(plan, style()).chains, service_chains(plan.key).cluster)
+    assert len(found) == count
+    assert list(found.values()) == pytest.approx([1 / count] * count, rel=1e-4)
+
+
+def test_chances_in_groups_follow_weights() -> None:
+    pieces = [endpoint_slice("web", *(f"10.{n}.{at // 250}.{at % 250}" for at in range(200)),
+                             name=f"web-{n}", weight=weight) for n, weight in ((1, 3), (2, 1))]
+    (plan,) = plans(NODE, service("web"), *pieces).values()
+    chains = service_chains(plan.key)
+    found = chances(wanted(plan, style()).chains, chains.cluster)
+    for n, share in ((1, 0.75), (2, 0.25)):
+        for at in range(200):
+            name = endpoint_chain(chains.endpoint_seed, f"10.{n}.{at // 250}.{at % 250}:8080")
+            assert found[name] == pytest.approx(share / 200, rel=1e-4)
+
+
+@pytest.mark.parametrize("affinity", [0, 60])
+@pytest.mark.parametrize("count", [MOST_IN_CHAIN, MOST_IN_CHAIN + 1, 5000, 20_000])
+def test_no_chain_is_long(count: int, affinity: int) -> None:
+    found = wanted(plan_of(count, affinity=affinity), style()).chains
+    longest = max(body.count("\n") for body in found.values())
+    assert longest <= 2 * MOST_IN_CHAIN + 1
+    if affinity:
+        assert sum(body.count("--rcheck") for body in found.values()) == count
+
+
+def test_a_chain_precedes_those_that_jump_to_it() -> None:
+    found = wanted(plan_of(2000, affinity=60, external_ips="192.0.2.1"), style()).chains
+    order = {name: at for at, name in enumerate(found)}
+    assert all(order[target] < order[name] for name, body in found.items()
+               for target in re.findall(r"-j (KUBE-[SE]\S+)", body))
+    assert all(is_service_chain("nat", name) for name in found)
+
+
+def test_a_change_of_one_of_many_endpoints_writes_one_group() -> None:
+    before, after = (wanted(plan_of(count), style()).chains for count in (3000, 3001))
+    changed = [name for name, body in after.items() if before.get(name) != body]
+    assert len(changed) == 3  # the endpoint, its group, and the choice of a group
+
+
+@pytest.mark.parametrize("stale", [100, 1000])
+def test_groups_are_deleted_after_all_that_jump_to_them_are_flushed(stale: int) -> None:
+    names = [*wanted(plan_of(2000), style()).chains][:: -1]
+    jumps = wanted(plan_of(2000), style()).chains
+    for text in deletions(names, stale):
+        for flushed in re.findall(r"^:(\S+)", text, re.MULTILINE):
+            jumps[flushed] = ""
+        for deleted in re.findall(r"^-X (\S+)", text, re.MULTILINE):
+            del jumps[deleted]
+            assert not any(f"-j {deleted}\n" in body for body in jumps.values())
+    assert not jumps
+
+
+@pytest.mark.parametrize("count", [1, 3, 300, 5000])
+def test_a_call_names_a_limited_number_of_chains(count: int) -> None:
+    chains = wanted(plan_of(count, affinity=60), style()).chains
+    texts = [*inputs(chains.items(), References, chains_per_call=CHAINS_PER_CALL)]
+    for text in texts:
+        named = re.findall(r"^:(\S+)| -j (KUBE-S\S+)", text, re.MULTILINE)
+        assert len({*map(max, named)}) <= CHAINS_PER_CALL
+    assert [*re.findall(r"^:(\S+)", "".join(texts), re.MULTILINE)] == [*chains]
 
 
 def test_each_source_range_is_admitted() -> None:
