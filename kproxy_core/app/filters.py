@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from kproxy_core.app.drops import Drop, FilteredPacket, drops
 from kproxy_core.app.explain import Case
 from kproxy_core.contract.values import Translation
 from kproxy_core.model.address import Address, format_address, format_socket
 from kproxy_core.nft.expressions import Ruleset
-from kproxy_core.nft.interpret import Drop, FilteredPacket, drops
 from kproxy_core.nft.packet import LOOPBACK, NO_INTERFACE, Interface
 from kproxy_core.observe.logs import printable
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own, stand_in

@@ -279,19 +279,24 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
     choices = _addresses(translation, address)
     for choice in choices:
         new = _new_port(translation, port)
-        fields = {"source": choice, "source_port": new} if translation.is_source else {
-            "destination": choice, "port": new}
-        changed = flow._replace(**fields)
+        changed = _with_end(flow, choice, new, is_source=translation.is_source)
+        on_the_wire = _with_end(written, choice, new, is_source=translation.is_source)
         status = connection.status | done(is_source=translation.is_source)
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
         by = connection.translated_by if translation.is_source else place
         after = seen._replace(
-            packet=seen.packet.with_flow(written._replace(**fields)),
+            packet=seen.packet.with_flow(on_the_wire),
             connection=connection._replace(
                 status=status, reply=changed.reversed(), translated_by=by))
         found.append((after, 1 / len(choices)))
     return found
+
+
+def _with_end(flow: Flow, address: Address | None, port: int | None, *, is_source: bool) -> Flow:
+    if is_source:
+        return flow._replace(source=address, source_port=port)
+    return flow._replace(destination=address, port=port)
 
 
 def done(*, is_source: bool) -> Status:
