@@ -280,13 +280,16 @@ class _Run:
         self._node = node
         self._base = base
         self._place = place
-        self._where = f"in rule {place.rule} of chain {place.chain}"
         self.seen = seen
         self.chance = chance
         self.verdict = Verdict(NFT_CONTINUE)
         self.rejects = False
         self.packets: int | None = None
         self._words: _Words = {}
+
+    @property
+    def _where(self) -> str:
+        return self._place.text
 
     def _copy(self) -> Self:
         other = type(self)(

@@ -58,7 +58,7 @@ class Fate(enum.Enum):
     REJECTED = "rejected"
     """The sender is told."""
     QUEUED = "queued"
-    """Another program decides."""
+    """The program that reads the queue does not let it pass."""
     ANSWERED = "answered"
     """In the place of the destination (synproxy)."""
     UNROUTABLE = "no route"
@@ -355,13 +355,18 @@ class Way:
             behind.append(branch)
         elif code & 0xFF == NF_ACCEPT and code > 0:
             accepted.append(branch)
+        elif code & 0xFF == NF_QUEUE and code > 0:
+            answers = [branch._replace(chance=branch.chance.given(f"queue {place.text}", matched=is_kept))
+                       for is_kept in (True, False)]
+            self._end(Fate.QUEUED, base.hook, place, ran.packets, answers[0])
+            accepted.append(answers[1])
         else:
             fate = _FATES.get(code if code < 0 else code & 0xFF, Fate.UNKNOWN)
             fate = Fate.REJECTED if ran.rejects and fate is Fate.DROPPED else fate
             self._end(fate, base.hook, place, ran.packets, branch)
 
 
-_FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, NF_QUEUE: Fate.QUEUED, UNKNOWN: Fate.UNKNOWN}
+_FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, UNKNOWN: Fate.UNKNOWN}
 
 
 def _route(seen: Seen, node: Node) -> Route | None:

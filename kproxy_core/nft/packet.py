@@ -176,6 +176,10 @@ class Place(NamedTuple):
     handle: int
     """nft's handle of the rule; 0: none."""
 
+    @property
+    def text(self) -> str:
+        return f"in rule {self.rule} of chain {self.chain}"
+
 
 class Connection(NamedTuple):
     """A connection of which the first packet is on its way."""

@@ -238,8 +238,9 @@ def test_what_is_not_understood_is_said(name: str, rig: Rig) -> None:
 
 
 def test_a_translation_before_that_of_the_service_proxy_is_named(rig: Rig) -> None:
-    set_rules(rig.router, f"table ip t {{ chain d {{ meta l4proto tcp counter dnat to {SERVER}:81; }}; chain c {{ "
-              f"type nat hook prerouting priority dstnat - 5; ip daddr {DIALLED} tcp dport 80 jump d; }}; }}")
+    base = f"type nat hook prerouting priority dstnat - 5; ip daddr {DIALLED} tcp dport 80 jump d"
+    set_rules(rig.router, f"table ip t {{ chain d {{ meta l4proto tcp counter dnat to {SERVER}:81; }}; "
+              f"chain c {{ {base}; }}; }}")
     (found,) = predicted(rig.router)
     assert (found.chain, found.rule, found.is_certain) == ("d", 1, True)
     assert found.translates_to == (parse_address(SERVER), 81)

@@ -119,6 +119,10 @@ CASES = {
         chain("forward", 0, "meta cpu 0 drop"),
         [(Fate.DROPPED, ("meta cpu in rule 1 of chain c",)),
          (Fate.SENT, ("meta cpu in rule 1 of chain c",))]),
+    "a queue that no program reads": Case("", [
+        (Fate.QUEUED, ("queue in rule 1 of chain FORWARD",)),
+        (Fate.SENT, ("queue in rule 1 of chain FORWARD",))],
+        iptables="*filter\n-A FORWARD -j NFQUEUE --queue-num 3\nCOMMIT\n"),
     "states of iptables": Case("", [DROPPED], iptables=(
         "*filter\n-A FORWARD -m state --state RELATED,ESTABLISHED -j ACCEPT\n-A FORWARD -j DROP\nCOMMIT\n")),
     "marks of iptables": Case("", [DROPPED], iptables=(
