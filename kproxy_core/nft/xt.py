@@ -203,6 +203,19 @@ def _udp(sight: Sight, revision: int, info: bytes) -> Answer:
     return _ports(sight.seen.packet.flow, *struct.unpack_from("=4HB", info))
 
 
+def _sctp(sight: Sight, revision: int, info: bytes) -> Answer:
+    low, high, first, last = struct.unpack_from("=4H", info)
+    flags, inverted = struct.unpack_from("=2I", info, 60)
+    flow, answers = sight.seen.packet.flow, []
+    if flags & 1:
+        answers.append(_inverted(_within(flow.source_port, first, last, "source port"), inverted & 1))
+    if flags & 2:
+        answers.append(_inverted(_within(flow.port, low, high, "destination port"), inverted & 2))
+    if flags & 4:
+        answers.append(Depends("match sctp"))
+    return _all(*answers)
+
+
 def _ports(flow: Flow, first: int, last: int, low: int, high: int, inverted: int) -> Answer:
     answers: list[Answer] = []
     for number, start, end, bit, why in (
@@ -349,10 +362,19 @@ def _statistic(sight: Sight, revision: int, info: bytes) -> Answer:
     return _inverted(Share(min(yes, 1.0), "match statistic"), flags & 1)
 
 
+def _recent(sight: Sight, revision: int, info: bytes) -> Answer:
+    does, inverted = struct.unpack_from("=2B", info, 8)
+    return not inverted if does & _RECENT_SET else Depends("match recent")
+
+
+_RECENT_SET = 2
+"""XT_RECENT_SET: it adds the sender to a list, and always matches."""
+
 _MATCHES: Final[dict[str, Callable[[Sight, int, bytes], Answer]]] = {
     "comment": lambda sight, revision, info: True,
     "conntrack": _conntrack, "state": _state, "connmark": _connmark, "mark": _mark, "addrtype": _addrtype,
-    "rpfilter": _rpfilter, "tcp": _tcp, "udp": _udp, "multiport": _multiport, "iprange": _iprange,
+    "rpfilter": _rpfilter, "tcp": _tcp, "udp": _udp, "sctp": _sctp, "multiport": _multiport,
+    "iprange": _iprange, "recent": _recent,
     "owner": _owner, "pkttype": _pkttype, "cgroup": _cgroup, "statistic": _statistic,
     # The packets of which this tells have no extension headers.
     **dict.fromkeys(("rt", "frag", "hbh", "dst", "ah", "esp", "mh"), lambda sight, revision, info: False),
