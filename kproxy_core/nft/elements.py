@@ -1,10 +1,10 @@
 """The one codec of elements of sets and maps: values, nft's text and netlink messages. Pure.
 
-A large cluster has 250,000 elements with a key and data and nothing else. An object for each of them would
-double the time of a write and of a read. Therefore functions for many elements take and yield these *plain*
-ones as a key and data, and only others as `Element`.
+A large cluster has 250,000 elements with a key and data and nothing else. With an `Element` for each, a read
+takes six times as long, and a write ten times. Therefore functions for many elements take and yield these
+*plain* ones as a key and data, and others alone as `Element`.
 
-Attributes are those of linux/netfilter/nf_tables.h, and the kernel checks all sizes.
+Attributes are those of linux/netfilter/nf_tables.h. The kernel checks the sizes of keys and data.
 """
 
 import errno
@@ -18,7 +18,6 @@ from typing import Final, NamedTuple, TypeVar
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
 from kproxy_core.netlink.messages import (
     NFGENMSG,
-    NLA_F_NESTED,
     NLM_F_CREATE,
     NetlinkRequest,
     Span,
@@ -58,8 +57,8 @@ class Element(NamedTuple):
     timeout: int = 0
     """Timeout in milliseconds, where it is not that of the container."""
     expressions: tuple[bytes, ...] = ()
-    """Encoded expressions that run when the key is looked up, such as a counter, or a limit, which decides
-    whether the element matches."""
+    """Those that run when the key is looked up, encoded as the kernel lists them: a counter, or a limit,
+    which decides whether the element matches."""
     object: str = ""
     """In a map of stateful objects: the name of one."""
 
@@ -69,7 +68,8 @@ class Element(NamedTuple):
         for expression in self.expressions:
             found = attributes(expression)
             if found.get(_EXPRESSION_NAME) == b"counter\0":
-                return int.from_bytes(attributes(found[_EXPRESSION_DATA])[_PACKETS], "big")
+                counted = attributes(found.get(_EXPRESSION_DATA, b""))
+                return int.from_bytes(counted.get(_PACKETS, b""), "big")
         return 0
 
 
@@ -136,14 +136,14 @@ def plain_lists(keys: Sequence[bytes], data: Sequence[Data]) -> Iterator[bytes]:
     *data* are None in a set, and where the kernel needs the keys only. Raises TooLong.
     """
     key_sizes = set(map(len, keys))
-    if len(key_sizes) > 1:
+    if len(key_sizes) > 1 or 0 in key_sizes:
         encoded = [encode_element(Element(key, value)) for key, value in zip(keys, data, strict=True)]
     elif set(map(type, data)) == {bytes} and len(sizes := set(map(len, data))) == 1:  # type: ignore[arg-type]
         yield from _lists_of_values(keys, data, *key_sizes, *sizes)  # type: ignore[arg-type]
         return
     else:  # These share few data.
         (key_size,) = key_sizes
-        ends = {value: _ends(key_size, _encode_data(value)) for value in set(data)}
+        ends = {value: _ends(key_size, value) for value in set(data)}
         around = map(ends.__getitem__, data)
         encoded = [head + key + tail for key, (head, tail) in zip(keys, around, strict=True)]
     yield from (element_list(*encoded[part]) for part in fitting(encoded))
@@ -153,7 +153,7 @@ def _lists_of_values(
     keys: Sequence[bytes], values: Sequence[bytes], key_size: int, size: int
 ) -> Iterator[bytes]:
     """Encode elements whose keys and values have one size each, as in most maps."""
-    head, rest = _ends(key_size, _encode_data(bytes(size)))
+    head, rest = _ends(key_size, bytes(size))
     tail = bytes(-size % 4)
     middle = rest[: len(rest) - len(tail) - size]
     for part in fitting_alike(len(keys), len(head) + key_size + len(rest)):
@@ -161,22 +161,18 @@ def _lists_of_values(
         yield element_list(b"".join(chain.from_iterable(columns)))
 
 
-def _ends(key_size: int, data: bytes) -> tuple[bytes, bytes]:
-    """Return what stands before and behind the key of an element with encoded *data*."""
-    key = attribute(_VALUE, bytes(key_size))
-    whole = nested(1, nested(_KEY, key), data)
-    at = _HEADS + key_size
-    return whole[:_HEADS], whole[at:]
+@lru_cache(maxsize=4096)  # bounded, because Services may own chains
+def _ends(key_size: int, data: Data) -> tuple[bytes, bytes]:
+    """Return what stands before and behind the key of an element."""
+    encoded = encode_element(Element(bytes(key_size), data))
+    return encoded[:_HEADS], encoded[_HEADS + key_size :]
 
 
 _HEADS: Final = 12
 """Bytes before a key: the headers of the element, the key and the value."""
 
 
-@lru_cache(maxsize=4096)  # bounded, because Services may own chains
-def _encode_data(data: Data) -> bytes:
-    if data is None:
-        return b""
+def _encode_data(data: bytes | Verdict) -> bytes:
     return nested(_DATA, data.encode() if isinstance(data, Verdict) else attribute(_VALUE, data))
 
 
@@ -186,6 +182,7 @@ def element_request(family: Family, table: str, container: str, kind: int, eleme
     return NetlinkRequest(kind, flags, payload(family, names_of(table, container), elements))
 
 
+@lru_cache
 def names_of(table: str, container: str) -> bytes:
     """Encode the attributes that name a container in messages about its elements."""
     return text_attribute(1, table) + text_attribute(2, container)
@@ -194,47 +191,72 @@ def names_of(table: str, container: str) -> bytes:
 # Text.
 
 
-def element_text(key: Parts, value: Parts, element: Element) -> str:
-    """Return *element* as nft writes it: ``192.0.2.0/24 . tcp . 80 : 8080``. Without its expressions."""
-    firsts = _split(key, element.key)
-    lasts = _split(key, element.last) if element.last else firsts
-    shown = " . ".join(map(_range_text, map(type_of, key), firsts, lasts)) if element.key else "*"
-    if element.timeout:
-        shown += f" timeout {element.timeout}ms"
-    if element.data is None:
-        return shown
-    if isinstance(element.data, Verdict):
-        return f"{shown} : {element.data.text}"
-    return f"{shown} : {' . '.join(map(_value_text, map(type_of, value), _split(value, element.data)))}"
+def element_texts(key: Parts, value: Parts, elements: Iterable[Element]) -> Iterator[str]:
+    """Yield *elements* as nft writes them: ``192.0.2.0/24 . tcp . 80 : 8080``. Without their expressions."""
+    keys, values = _fields(key), _fields(value)
+    for packed, data, last, _, timeout, _, _ in elements:
+        if not packed:
+            shown = "*"
+        elif last:
+            shown = " . ".join([_range_text(packed[at], last[at], text_of) for at, text_of in keys])
+        else:
+            shown = " . ".join([text_of(packed[at]) for at, text_of in keys])
+        if timeout:
+            shown += f" timeout {timeout}ms"
+        if isinstance(data, Verdict):
+            shown += f" : {data.text}"
+        elif data is not None:
+            shown += f" : {' . '.join([text_of(data[at]) for at, text_of in values])}"
+        yield shown
 
 
-def _split(parts: Parts, packed: bytes) -> list[bytes]:
-    """Return the values of the parts of a key, each of which begins with a word of four bytes."""
+def _fields(parts: Parts) -> list[tuple[slice, Callable[[bytes], str]]]:
+    """Return where each part is in a packed key or value, and what writes it as text.
+
+    Each begins with a word of four bytes.
+    """
     found, at = [], 0
-    for size in (type_of(part).size for part in parts):
-        found.append(packed[at : at + size])
-        at += -(-size // 4) * 4
+    for type_ in map(type_of, parts):
+        found.append((slice(at, at + type_.size), _writer(type_)))
+        at += -(-type_.size // 4) * 4
     return found
 
 
-def _range_text(type_: DataType, first: bytes, last: bytes) -> str:
+def _writer(type_: DataType) -> Callable[[bytes], str]:
+    if type_ in ADDRESS.values():
+        return _address_text
+    if type_ == PROTOCOL:
+        return _protocol_text
+    return _network_number if type_.byte_order == 2 else _host_number
+
+
+def _address_text(packed: bytes) -> str:
+    return format_address(Address(packed))
+
+
+def _protocol_text(packed: bytes) -> str:
+    return _PROTOCOL_NAMES.get(packed) or str(packed[0])
+
+
+def _network_number(packed: bytes) -> str:
+    return str(int.from_bytes(packed, "big"))
+
+
+def _host_number(packed: bytes) -> str:
+    return str(int.from_bytes(packed, sys.byteorder))
+
+
+def _range_text(first: bytes, last: bytes, text_of: Callable[[bytes], str]) -> str:
     if first == last:
-        return _value_text(type_, first)
+        return text_of(first)
     differing = int.from_bytes(first, "big") ^ int.from_bytes(last, "big")
     free = differing.bit_length()
-    if type_ in ADDRESS.values() and differing + 1 == 1 << free:
-        return f"{_value_text(type_, first)}/{type_.size * 8 - free}"
-    return f"{_value_text(type_, first)}-{_value_text(type_, last)}"
+    if text_of is _address_text and differing + 1 == 1 << free:
+        return f"{text_of(first)}/{len(first) * 8 - free}"
+    return f"{text_of(first)}-{text_of(last)}"
 
 
-def _value_text(type_: DataType, packed: bytes) -> str:
-    if type_ in ADDRESS.values():
-        return format_address(Address(packed))
-    number = int.from_bytes(packed, "big" if type_.byte_order == 2 else sys.byteorder)
-    return _PROTOCOL_NAMES.get(number, str(number)) if type_ == PROTOCOL else str(number)
-
-
-_PROTOCOL_NAMES = {protocol.value: protocol.name.lower() for protocol in Protocol}
+_PROTOCOL_NAMES = {bytes([protocol]): protocol.name.lower() for protocol in Protocol}
 
 
 # Decoding.
@@ -282,14 +304,14 @@ def _lists(span: Span) -> Iterator[Span]:
 def _parse_element(data: bytes, start: int, end: int) -> Element:
     found = attributes(data, start, end)
     flags = int.from_bytes(found.get(_FLAGS, b""), "big")
-    expressions = tuple(found[_EXPRESSION] for _ in range(_EXPRESSION in found))
-    if _EXPRESSIONS in found:
-        listed = found[_EXPRESSIONS]
-        expressions = tuple(listed[first:last] for _, first, last in attribute_spans(listed, 0, len(listed)))
+    listed = found.get(_EXPRESSIONS, b"")
+    expressions = [listed[first:last] for _, first, last in attribute_spans(listed, 0, len(listed))]
+    if _EXPRESSION in found:
+        expressions.append(found[_EXPRESSION])
     key, last = (attributes(found.get(kind, b"")).get(_VALUE, b"") for kind in (_KEY, _LAST))
     return Element(
         key, _parse_data(found[_DATA]) if _DATA in found else None, last, bool(flags & _END),
-        int.from_bytes(found.get(_TIMEOUT, b""), "big"), expressions, text(found.get(_OBJECT, b"")))
+        int.from_bytes(found.get(_TIMEOUT, b""), "big"), tuple(expressions), text(found.get(_OBJECT, b"")))
 
 
 def _parse_data(data: bytes) -> Data:
@@ -339,7 +361,10 @@ def _measure(
     data: bytes, start: int, end: int, shape: _Shape, same: list[tuple[int, int]],
     columns: dict[str, tuple[int, int]],
 ) -> bool:
-    """Find the bytes that all elements of *shape* share, and the columns; return False without a key."""
+    """Find the bytes that elements of *shape* share, and the columns, of which the key is the first.
+
+    Return False for other shapes.
+    """
     for kind, first, last in attribute_spans(data, start, end):
         same.append((first - 4, first))
         inner = shape.get(kind)
@@ -350,27 +375,42 @@ def _measure(
             if data[first:last] != inner:
                 return False
         elif isinstance(inner, str):
-            if inner != _ANY:
-                columns[inner] = first, last
+            if inner == _ANY:
+                continue
+            if len(columns) != (inner != "key") or (inner == "packets" and last - first != 8):
+                return False
+            columns[inner] = first, last
         elif not _measure(data, first, last, inner, same, columns):
             return False
     first, last = columns.get("key", (0, 0))
     return first < last
 
 
-def _with_keys_alike(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, Found]]:
-    """Yield the elements of a list of verdicts: these have keys of one size, and share few values."""
-    first_key = _parse_element(data, start + 4, start + _ATTRIBUTE.unpack_from(data, start)[0]).key
-    head = attribute(_KEY | NLA_F_NESTED, attribute(_VALUE, first_key))[:8]
-    key_end = 8 + len(first_key)
-    behind = key_end + -key_end % 4
+def _with_keys_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Found]]:
+    """Return the elements of a list of verdicts: these have keys of one size, and share few values."""
+    rows: list[tuple[bytes, Found]] = []
+    head, key_end, behind = b"", 0, 0
     for _, first, last in attribute_spans(data, start, end):
-        if first_key and data[first : first + 8] == head:
-            key, found = data[first + 8 : first + key_end], _parse_behind_key(data[first + behind : last])
-            yield key, found._replace(key=key) if isinstance(found, Element) else found
-        else:
-            element = _parse_element(data, first, last)
-            yield element.key, _found(element) if element.key else element
+        if head and data[first : first + 8] == head:
+            found = _parse_behind_key(data[first + behind : last])
+            key = data[first + 8 : first + key_end]
+            rows.append((key, found._replace(key=key) if type(found) is Element else found))
+            continue
+        element = _parse_element(data, first, last)
+        rows.append((element.key, _found(element) if element.key else element))
+        if element.key:
+            size, kind, value_size, value_kind = _KEY_HEADERS.unpack_from(data, first)
+            key_end, behind = 4 + value_size, size + -size % 4
+            is_first = (kind & _KIND, value_kind & _KIND) == (_KEY, _VALUE)
+            if is_first and value_size == 4 + len(element.key) and behind == key_end + -key_end % 4:
+                head = data[first : first + 8]
+    return rows
+
+
+_KEY_HEADERS = struct.Struct("=HHHH")
+"""Sizes and kinds of a key's attribute, and of the value in it."""
+_KIND = 0x3FFF
+"""Mask of an attribute's kind, without flags."""
 
 
 @lru_cache(maxsize=4096)

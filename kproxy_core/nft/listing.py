@@ -3,6 +3,8 @@
 """
 
 import errno
+import re
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Self, TypeVar
@@ -61,6 +63,13 @@ _SET_FLAGS, _CHAIN_FLAGS = 3, 10
 _ANONYMOUS, _BINDING = 1, 4
 """NFT_SET_ANONYMOUS and NFT_CHAIN_BINDING: the object is deleted with the rule that refers to it."""
 _OBJECT_TYPE = 3
+_FLAGS, _USE = 2, 3
+"""Attributes of a table."""
+_MATCH: Final = re.compile(
+    re.escape(struct.pack("=HH8s", 10, 1, b"match"))  # NFTA_EXPR_NAME
+    + b".." + struct.pack("=H", 2) + b".." + struct.pack("=H", 1)  # NFTA_EXPR_DATA, NFTA_MATCH_NAME
+    + rb"([\w-]+)\0", re.DOTALL)  # fmt: skip
+"""An expression of nft_compat in a rule."""
 _COUNT = 20
 """NFTA_SET_COUNT: the number of elements."""
 
@@ -102,6 +111,17 @@ class TableName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.family} {self.name}"
+
+
+class TableState(NamedTuple):
+    """A table as a listing of all tables has it."""
+
+    flags: int
+    """`objects.DORMANT`, `objects.OWNER` and `objects.PERSIST`."""
+    chains: int
+    """Chains and other objects in it."""
+    owner: int
+    """The netlink port that alone may change it; 0: any may."""
 
 
 class Reader:
@@ -158,6 +178,32 @@ class Reader:
                 name for name in containers
                 if name not in elements_of and self._has_catch_all(family, table, name)],
         )  # fmt: skip
+
+    def tables(self, family: Family) -> dict[str, TableState]:
+        """Return the tables of *family* by name; none in a kernel without nf_tables. Raises OSError."""
+        with decoding("a table"):
+            return {
+                text(found[TABLE_NAME]): TableState(*(
+                    int.from_bytes(found.get(kind, b""), "big") for kind in (_FLAGS, _USE, TABLE_OWNER)))
+                for found in self._listed(GETTABLE, family, b"", _attributes)
+            }
+
+    def matches(self, family: Family, table: str) -> set[str]:
+        """Return the names of the matches of iptables in the rules of *table*; none without the table.
+
+        Scans the listing as bytes: a table of kube-proxy's may have 100,000 rules. Raises OSError.
+        """
+
+        def collect(answers: Iterator[Span]) -> set[str]:
+            found: set[str] = set()
+            scanned = b""
+            for data, _, _ in answers:  # Several rules are in one piece of data.
+                if data is not scanned:
+                    scanned = data
+                    found.update(name.decode("ascii", "replace") for name in _MATCH.findall(data))
+            return found
+
+        return self._dumped(GETRULE, family, text_attribute(TABLE_NAME, table), collect) or set()
 
     def _has_catch_all(self, family: Family, table: str, name: str) -> bool:
         try:

@@ -23,7 +23,7 @@ from kproxy_core.nft.elements import (
     Element,
     element_list,
     element_request,
-    element_text,
+    element_texts,
     elements_of,
     encode_element,
 )
@@ -129,6 +129,10 @@ class Table(NamedTuple):
         shown = f" {{ {' '.join(settings)} }}" if settings else ""
         return self._command(
             f"add table {self.where}{shown}", _NEWTABLE, *_encoded(self.attributes()), flags=NLM_F_CREATE)
+
+    def wake(self) -> Command:
+        """Put the rules of a dormant table into effect. The table must exist."""
+        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: _u32(0)}))
 
     def delete(self) -> Command:
         """Delete the table, which must exist."""
@@ -314,7 +318,13 @@ _VERDICTS = 0xFFFFFF00
 
 
 def container_attributes(container: Container) -> Attributes:
-    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later."""
+    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later.
+
+    Raises ValueError if it is declared by fields and types: nft aborts when it lists such a map.
+    """
+    parts = [part for part in (*container.key, *container.value) if part != VERDICT]
+    if len({isinstance(part, Field) for part in parts}) > 1:
+        raise ValueError(f"{container.name} is declared by fields and types: nft knows one or the other")
     flags = (
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)
@@ -417,7 +427,6 @@ def _ordered(elements: Iterable[Element]) -> list[Element]:
 
 
 def _entries(container: Container, elements: Iterable[Element]) -> list[tuple[str, bytes]]:
-    return [
-        (element_text(container.key, container.value, element), encode_element(element))
-        for element in elements
-    ]  # fmt: skip
+    elements = list(elements)
+    shown = element_texts(container.key, container.value, elements)
+    return list(zip(shown, map(encode_element, elements), strict=True))

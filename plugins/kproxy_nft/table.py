@@ -4,15 +4,20 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from kproxy_core.contract import Connections, Leftovers, Scope, Update
+from kproxy_core.contract import (
+    Connections,
+    Family,
+    Frontend,
+    HostError,
+    Leftovers,
+    Scope,
+    ServicePortKey,
+    Update,
+)
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.rulesets import ruleset, table_exists
-from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServicePortKey
 from kproxy_core.nft.objects import Table
 from kproxy_core.nft.transaction import RulesetSocket
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 
 log = logging.getLogger("kproxy.nft")

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.contract import Destination, ServicePlan, ServicePortKey
 from kproxy_core.nft.elements import Data, Found, PlainElement
 from kproxy_core.nft.objects import Object
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 from kproxy_nftables.skeleton import owned_objects
 from kproxy_nftables.wanted import Slot, elements, endpoint_key, index, parse_destination, shared_elements

@@ -5,16 +5,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract import BackendError, KernelObject, KernelSide, Question
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import (
+    Address,
+    BackendError,
+    Family,
+    Frontend,
+    HostError,
+    KernelObject,
+    KernelSide,
+    NodeView,
+    Protocol,
+    Question,
+    ServicePlan,
+    parse_address,
+)
 from kproxy_core.linux.libnftables import Crashed, list_table
-from kproxy_core.model.address import Address, Family, Protocol, parse_address
-from kproxy_core.model.node import NodeView
 from kproxy_core.nft.elements import Data, Found
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.objects import Chain
 from kproxy_core.nft.rules import NF_DROP, NFT_GOTO, Rule, Verdict, rule_text
-from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template

@@ -4,10 +4,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract import SyncFailed, SyncReport, TrustLost
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.contract import (
+    Family,
+    NodeView,
+    ServicePlan,
+    ServicePortKey,
+    SyncFailed,
+    SyncReport,
+    TrustLost,
+)
 from kproxy_core.nft.elements import PlainElement
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.messages import Command
@@ -22,7 +27,6 @@ from kproxy_core.nft.transaction import (
     replacement,
     unwanted,
 )
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare
 from kproxy_nftables.detect import HASH, lacking

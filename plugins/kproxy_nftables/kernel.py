@@ -10,16 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Self
 
-from kproxy_core.contract import SyncFailed, TrustLost
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import Family, HostError, SyncFailed, TrustLost
 from kproxy_core.linux.rulesets import table_exists
-from kproxy_core.model.address import Family
-from kproxy_core.netlink import messages as netlink
-from kproxy_core.netlink.messages import NetlinkRequest, payload
+from kproxy_core.netlink.messages import NetlinkRequest
 from kproxy_core.netlink.sockets import RequestError
 from kproxy_core.nft.elements import Found, PlainElement
 from kproxy_core.nft.listing import HeldTable
-from kproxy_core.nft.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, Command, transaction
+from kproxy_core.nft.messages import Command, transaction
 from kproxy_core.nft.objects import Table
 from kproxy_core.nft.transaction import (
     MOST_ELEMENTS,
@@ -219,14 +216,12 @@ class Kernel:
     def _foreign_owner(self, refused: TransactionRefused) -> str:
         """Describe the foreign owner of our table that *refused* names; "" if it has none."""
         for family in Family:
-            for data, start, end in self._connection().socket.dump(GETTABLE, payload(family), list):
-                found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
-                port = int.from_bytes(found.get(TABLE_OWNER, b""), "big")
-                name = netlink.text(found.get(TABLE_NAME, b""))
-                if name != TABLE or f" {family.ip} {TABLE}" not in str(refused):
-                    continue
-                if port and port not in self.own_ports:
-                    return _owned(family, port)
+            if f" {family.ip} {TABLE}" not in str(refused):
+                continue
+            with self._failures_named():
+                found = self._connection().tables(family).get(TABLE)
+            if found is not None and found.owner and found.owner not in self.own_ports:
+                return _owned(family, found.owner)
         return ""
 
     def _connection(self) -> RulesetSocket:

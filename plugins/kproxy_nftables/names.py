@@ -10,10 +10,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.contract import HashBy, Protocol, ServicePortKey
 from kproxy_core.nft.rules import NF_DROP, NFT_GOTO, Verdict
-from kproxy_core.plan.hashing import HashBy
 
 TABLE = "kproxy"
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
-from kproxy_core.contract import Preview, SyncFailed, TrustLost, Update
-from kproxy_core.model.address import Family
-from kproxy_core.nft.elements import Element, PlainElement, element_text
+from kproxy_core.contract import Family, Preview, SyncFailed, TrustLost, Update
+from kproxy_core.nft.elements import Element, PlainElement, element_texts
 from kproxy_core.nft.messages import commands_text
 from kproxy_core.nft.objects import Container, Layout
 from kproxy_core.nft.transaction import (
@@ -40,18 +39,16 @@ def elements_text(
     family: Family, layout: Layout, wanted: Iterable[PlainElement], command: str = "add"
 ) -> str:
     """Return the commands that add *wanted* elements, or with *command* ``delete`` delete them."""
-    by_container: dict[str, list[str]] = {}
+    by_container: dict[str, list[Element]] = {}
     for name, key, data in wanted:
+        by_container.setdefault(name, []).append(Element(key, data))
+    found = []
+    for name, elements in by_container.items():
         container = layout[name]
         assert isinstance(container, Container)
-        shown = element_text(container.key, container.value, Element(key, data))
-        by_container.setdefault(name, []).append(shown)
-    return "".join(
-        f"{command} element {family.ip} {TABLE} {name} {{\n    "
-        + ",\n    ".join(sorted(lines))
-        + "\n}\n"
-        for name, lines in by_container.items()
-    )
+        shown = ",\n    ".join(sorted(element_texts(container.key, container.value, elements)))
+        found.append(f"{command} element {family.ip} {TABLE} {name} {{\n    {shown}\n}}\n")
+    return "".join(found)
 
 
 def preview(update: Update, settings: Settings, *, may_own: bool) -> Preview:

@@ -2,9 +2,16 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from kproxy_core.model.address import Family, Protocol, outermost
-from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import (
+    HASH_SEED,
+    Destination,
+    Family,
+    LocalSource,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    outermost,
+)
 from kproxy_core.nft import objects
 from kproxy_core.nft.objects import Chain, Container, Flowtable, Hook, Layout, Object
 from kproxy_core.nft.rules import (
@@ -52,8 +59,6 @@ from kproxy_core.nft.rules import (
     update,
     vmap,
 )
-from kproxy_core.plan.hashing import SEED
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADMITTED, TABLE, Template
@@ -308,7 +313,7 @@ def _number(template: Template, family: Family, settings: Settings) -> Field:
     if not template.hash_by or slots == 1 or settings.without_hash:
         return random_number(slots)
     port = (SOURCE_PORT_OF[template.protocol],) if template.hash_by == "flow" else ()
-    return hashed((source_address(family), *port), slots, SEED)
+    return hashed((source_address(family), *port), slots, HASH_SEED)
 
 
 def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> Statement:

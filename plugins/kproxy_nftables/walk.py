@@ -10,13 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelObject, KernelSide
-from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    EndpointShare,
+    Fate,
+    KernelObject,
+    KernelSide,
+    NodeView,
+    Origin,
+    Outcome,
+    Packet,
+    format_address,
+    format_socket,
+    is_own,
+    parse_address,
+    parse_network,
+)
 from kproxy_core.nft.elements import Element, Found
 from kproxy_core.nft.rules import Verdict
-from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
 from kproxy_nft.counting import CONNECTIONS
 from kproxy_nftables import names
 from kproxy_nftables.wanted import endpoint_key, index, parse_destination, port_key, vip_key

@@ -7,12 +7,9 @@ index in host order.
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import Address, Destination, NodeView, Protocol, ServicePlan
 from kproxy_core.nft.elements import PlainElement
 from kproxy_core.nft.rules import NFT_GOTO, NFT_JUMP, Verdict
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 
 Slot = tuple[int, Destination]

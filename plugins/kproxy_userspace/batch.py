@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
-from kproxy_core.nft.elements import Element, element_text
+from kproxy_core.contract import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.transaction import completion
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
@@ -113,7 +113,7 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
 
     None for an element that only another process may have added.
     """
-    key, data, last = element[:3]
+    key, data, last = element.key, element.data, element.last or element.key
     addresses, rest = key[:-_PROTOCOL_AND_PORT.size], key[-_PROTOCOL_AND_PORT.size:]
     size = family.size
     if not isinstance(data, bytes) or len(data) != _PORT.size or len(rest) != _PROTOCOL_AND_PORT.size or (
@@ -124,8 +124,10 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
         return None
     address, source = addresses, None
     if name == RANGED_VIPS:
+        if last[size:] != key[size:]:  # A range of addresses or ports.
+            return None
         network, address = addresses[:size], addresses[size:]
-        differing = int.from_bytes(network, "big") ^ int.from_bytes((last or key)[:size], "big")
+        differing = int.from_bytes(network, "big") ^ int.from_bytes(last[:size], "big")
         source = Cidr(Address(network), size * 8 - differing.bit_length())
     portal = Portal(Protocol(protocol), Address(address) if address else None, port, "", source=source)
     return Redirect(portal, *_PORT.unpack(data))
@@ -134,7 +136,8 @@ def parse_nft_element(name: str, family: Family, element: Element) -> Redirect |
 def nft_element_text(redirect: Redirect, family: Family) -> str:
     name, element = nft_element(redirect)
     (container,) = (each for each in nft_maps(family) if each.name == name)
-    return element_text(container.key, container.value, element)
+    (shown,) = element_texts(container.key, container.value, [element])
+    return shown
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> list[Command]:

@@ -7,7 +7,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from kproxy_core.contract.public import PUBLIC
 from tests.rooms.modules import Module
+from tests.rooms.surface import PUBLIC_NAMES, names_of_the_core
 
 ROOMS: dict[str, frozenset[str]] = {
     "model": frozenset(),
@@ -67,7 +69,8 @@ IMPORTED_AS = {
 }  # fmt: skip
 """Modules of distributions with another name."""
 
-PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux", "nft", "netlink"})
+PLUGINS_MAY_IMPORT = frozenset({"contract", *(module.split(".")[1] for module in PUBLIC)})
+"""The rooms with public names."""
 
 PURE_MODULES = frozenset(
     {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
@@ -113,7 +116,7 @@ NAMES_A_BACKEND = frozenset((
         "config.settings", "config.check", "config.file", "config.flags",
         "cli.report", "cli.unit",
         "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays", "app.doctor", "cli.doctor",
-        "linux.node_state",
+        "linux.node_state", "contract.public",
     )),
 ))  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
@@ -147,13 +150,15 @@ def rooms_of_the_core(module: Module) -> Iterator[str]:
 
 
 def plugins_know_the_contract(module: Module) -> Iterator[str]:
-    """A plugin imports the contract's side of the core, and no other plugin."""
+    """A plugin imports the public names of the core, and no other plugin."""
+    for name, line in names_of_the_core(module):
+        if name not in PUBLIC_NAMES:
+            yield f"{module.name}:{line} uses {name}, which is not public: see kproxy_core.contract.public"
     for imported in module.imports():
         where = f"{module.name}:{imported.line} imports {imported.module}"
         if imported.top == "kproxy_core":
-            if imported.room not in PLUGINS_MAY_IMPORT:
-                yield f"{where}: a plugin may import {', '.join(sorted(PLUGINS_MAY_IMPORT))}"
-        elif imported.top.startswith("kproxy_"):
+            continue
+        if imported.top.startswith("kproxy_"):
             if imported.top not in {module.top, *SHARED_BY_PLUGINS}:
                 yield f"{where}: plugins do not know each other"
         elif (not imported.from_standard_library

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from kproxy_core.contract import SyncFailed, Unsupported
+from kproxy_core.contract import Address, Family, HostError, SyncFailed, Unsupported
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.addresses import read_route
-from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.errors import doing
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.rulesets import ruleset
-from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import NETLINK_ROUTE, attributes, decoding
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.listing import HeldTable
