@@ -11,6 +11,7 @@ from kproxy_core.model.service import Destination
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft import interpret as nft
+from kproxy_core.nft.expressions import Ruleset
 from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.packet import (
     LOOPBACK,
@@ -32,7 +33,7 @@ from tests.plugins.explained import decided, essence, questions, serving
 POD, UPLINK = Interface("pod", 7), Interface("eth0", 2)
 
 
-def followed(question: Question, ruleset: nft.Ruleset) -> Sequence[nft.End]:
+def followed(question: Question, ruleset: Ruleset) -> Sequence[nft.End]:
     """Return the ends of a packet, but for those that depend on what earlier packets have left in sets."""
     packet = question.packet
 
