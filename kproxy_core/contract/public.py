@@ -48,6 +48,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     ),
     "kproxy_core.netlink.sockets": ("NetlinkSocket", "NotificationThread", "RequestError"),
     "kproxy_core.nft.elements": ("Data", "Element", "Found", "PlainElement", "element_texts"),
+    "kproxy_core.nft.fake": ("BATCH_BEGIN", "FakeKernel"),
     "kproxy_core.nft.listing": ("HeldTable",),
     "kproxy_core.nft.messages": ("ABSENT", "Command", "commands_text", "transaction"),
     "kproxy_core.nft.objects": (

@@ -1,16 +1,15 @@
 """Transactions: the difference between wanted and held tables, and the socket that writes it."""
 
 import logging
-import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, Malformed, NetlinkRequest
-from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.netlink.sockets import NetlinkSocket, kernel
 from kproxy_core.nft.elements import CATCH_ALL, Element, PlainElement, element_request, plain_lists
 from kproxy_core.nft.listing import HeldTable, Reader
 from kproxy_core.nft.messages import DELSETELEM, NEWSETELEM, Command, transaction
@@ -304,8 +303,8 @@ class _Shared(NamedTuple):
     users: list[object]
 
 
-_shared: dict[int, _Shared] = {}
-"""The connection of each network namespace that this process writes to, by the namespace's inode."""
+_shared: dict[Hashable, _Shared] = {}
+"""The connection of each network namespace that this process writes to."""
 _sharing = Lock()
 
 
@@ -318,7 +317,7 @@ class Writer:
 
     def __init__(self) -> None:
         """Open a share for the calling thread's namespace. Raises OSError."""
-        self._namespace = os.stat("/proc/thread-self/ns/net").st_ino
+        self._namespace = kernel().namespace()
         with _sharing:
             if self._namespace not in _shared:
                 _shared[self._namespace] = _Shared(RulesetSocket.open(), [])
