@@ -48,8 +48,8 @@ from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Interface
 from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan

@@ -8,6 +8,7 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
+from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
@@ -19,7 +20,6 @@ from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Drop, drops
 from kproxy_core.nft.listing import ListedFilters
 
 Found = Mapping[str, Any]

@@ -35,7 +35,7 @@ from kproxy_core.nft.elements import (
     parse_packets,
     parse_plain,
 )
-from kproxy_core.nft.interpret import BaseChain, HeldSet, parse_base_chain, parse_held_set
+from kproxy_core.nft.expressions import BaseChain, HeldSet, parse_base_chain, parse_held_set
 from kproxy_core.nft.messages import (
     ABSENT,
     FAMILIES,
@@ -385,10 +385,10 @@ class ListedFilters:
         self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
 
     def base_chains(self) -> Sequence[BaseChain]:
-        """Return the chains at hooks whose type is ``filter`` or ``route``, but for dormant tables."""
+        """Return the chains at hooks in their order, but for those of dormant tables."""
         if self._base_chains is None:
             dormant = set(self._dumped(GETTABLE, 0, b"", _dormant_table))
-            found = self._dumped(GETCHAIN, 0, b"", _filter_chain)
+            found = self._dumped(GETCHAIN, 0, b"", _base_chain)
             self._base_chains = [each for each in found if (each.family, each.table) not in dormant]
         return self._base_chains
 
@@ -453,10 +453,10 @@ def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:
         yield family, text(found[1])
 
 
-def _filter_chain(family: str, span: Span) -> Iterator[BaseChain]:
-    """Yield a listed chain if it filters at a hook. Most are neither, and only searched for the type."""
+def _base_chain(family: str, span: Span) -> Iterator[BaseChain]:
+    """Yield a listed chain if it is at a hook. Most are not, and only searched for the names of types."""
     data, start, end = span
-    if data.find(b"filter\0", start, end) >= 0 or data.find(b"route\0", start, end) >= 0:
+    if any(data.find(kind, start, end) >= 0 for kind in (b"filter\0", b"nat\0", b"route\0")):
         found = parse_base_chain(family, attributes(*span))
-        if found is not None and found.type in ("filter", "route"):
+        if found is not None:
             yield found

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kproxy_conformance.builders import node_view
+from kproxy_core.app.drops import FilteredPacket, drops
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Scope, Update
 from kproxy_core.linux import addresses, conntrack, links, rulesets, sockets, tracing
@@ -33,8 +34,8 @@ from kproxy_core.netlink import sockets as netlink
 from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
 from kproxy_core.netlink.sockets import NetlinkSocket, RawSocket
 from kproxy_core.nft import transaction
-from kproxy_core.nft.interpret import FilteredPacket, Interface, drops
 from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.kernel import sockets as socket_storage

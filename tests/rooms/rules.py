@@ -4,6 +4,7 @@ The drawing and the reasons are in ARCHITECTURE.md, "Who may import whom".
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
 from kproxy_core.contract.public import PUBLIC
@@ -93,12 +94,14 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 ONLY_ENCODE = (
     "kproxy_core.netlink.messages", "kproxy_core.nft.messages", "kproxy_core.nft.rules",
     "kproxy_core.nft.elements", "kproxy_core.nft.objects", "kproxy_core.nft.interpret",
+    "kproxy_core.nft.packet", "kproxy_core.nft.xt", "kproxy_core.nft.expressions",
     "kproxy_core.linux.relay.orders",
 )
 """The pure modules of rooms with input and output, which pure modules may import."""
 
 ONLY_ANSWERS = (
-    "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",
+    "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.drops", "kproxy_core.app.explain",
+    "kproxy_core.app.filters",
     "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
     "kproxy_core.fleet.objects", "kproxy_core.fleet.switch",
 )
@@ -123,6 +126,9 @@ distribution that loads its rules; kube-proxy names its metrics of relays after 
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""
+
+NFT_SAYS = frozenset({"inet_service", "kproxy.nft"})
+"""nf_tables' type of ports, and the name of a log."""
 
 NAMES_THAT_SAY_NOTHING = frozenset({"common", "helper", "helpers", "misc", "tools", "util", "utils"})
 
@@ -209,6 +215,15 @@ def core_names_no_backend(module: Module) -> Iterator[str]:
         for backend in BACKENDS:
             if backend in word.lower():
                 yield f"{module.name}:{line} says {word!r}: the core knows no backend by name"
+
+
+def nft_knows_no_service(module: Module) -> Iterator[str]:
+    """No string or name of nft is about Services or their proxies: it could be a package of its own."""
+    if module.room != "nft":
+        return
+    for word, line in module.words():
+        if re.search("kproxy|kube|service", word.lower()) and word not in NFT_SAYS:
+            yield f"{module.name}:{line} says {word!r}: nft knows no service proxy"
 
 
 def has_one_purpose(module: Module) -> Iterator[str]:

@@ -38,6 +38,7 @@ def offences(rule: Rule, modules: Iterable[Module]) -> list[str]:
     [
         rules.rooms_of_the_core,
         rules.core_names_no_backend,
+        rules.nft_knows_no_service,
         rules.pure_modules_do_no_io,
         rules.has_one_purpose,
     ],
@@ -223,6 +224,8 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.core_names_no_backend, "kproxy_core.sync.loop", "if mode == 'nftables': pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "def start_ipvs(): pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "start(IPTables=1)"),
+    (rules.nft_knows_no_service, "kproxy_core.nft.listing", "KUBE_CHAIN = 1"),
+    (rules.nft_knows_no_service, "kproxy_core.nft.listing", "table == 'kproxy'"),
     (rules.has_one_purpose, "kproxy_core.sync.utils", "'''Doc.'''"),
     (rules.has_one_purpose, "kproxy_core.sync.loop", "pass"),
     (rules.tests_can_fail, "tests.core.test_x", "def test_nothing():\n    print(1)"),
@@ -249,6 +252,7 @@ def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
         (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables.names import NAME"),
         (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "from kproxy_core.netlink import messages"),
         (rules.core_names_no_backend, "kproxy_core.sync.loop", "'''As kube-proxy's ipvs mode does.'''"),
+        (rules.nft_knows_no_service, "kproxy_core.nft.rules", "from kproxy_core.model import address"),
         (rules.tests_can_fail, "tests.core.test_x", "def test_it():\n    with pytest.raises(OSError): f()"),
     ],
 )

@@ -12,11 +12,11 @@ import click
 import pytest
 
 from kproxy_core.app.doctor import samples
+from kproxy_core.app.drops import Drop, drops
 from kproxy_core.cli.doctor import as_text, examine, status_of
 from kproxy_core.linux.node_state import read_node_state
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Drop, drops
 from kproxy_core.nft.listing import ListedFilters
 from tests.core.cli.test_cli import WEB
 from tests.core.namespaces import Namespace, namespace
