@@ -34,8 +34,8 @@ from kproxy_core.netlink import sockets as netlink
 from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
 from kproxy_core.netlink.sockets import NetlinkSocket, RawSocket
 from kproxy_core.nft import transaction
-from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.kernel import sockets as socket_storage
@@ -182,7 +182,7 @@ def _filters() -> object:
         V4, Protocol.TCP, parse_address("10.0.0.1"), None, 81, Interface("lo", 1), None, None, None,
         is_translated=False, is_from_node=False, is_to_node=True)
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return drops(ListedFilters(sock), [("input", packet)])
+        return drops(ListedRuleset(sock), [("input", packet)])
 
 
 def _plugin() -> object:

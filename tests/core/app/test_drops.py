@@ -13,8 +13,8 @@ from kproxy_core.app.drops import Drop, FilteredPacket, drops
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.ruleset import ListedRuleset
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
 
@@ -180,7 +180,7 @@ def predicted(router: Namespace) -> list[Drop]:
             Interface("s0", socket.if_nametoindex("s0")), parse_address(DIALLED), 80,
             is_translated=True, is_from_node=False, is_to_node=False, is_dialled_on_node=False)
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            filters = ListedFilters(sock)
+            filters = ListedRuleset(sock)
             return drops(filters, [(hook, packet) for hook in ("prerouting", "forward", "postrouting")])
 
     return router.inside(read)

@@ -26,7 +26,6 @@ from kproxy_core.netlink.messages import (
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import BaseChain
 from kproxy_core.nft.interpret import End, Fate, Result, interpret
-from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.messages import FAMILIES, GETRULE
 from kproxy_core.nft.packet import (
     LOOPBACK,
@@ -43,6 +42,7 @@ from kproxy_core.nft.packet import (
     Seen,
 )
 from kproxy_core.nft.rules import parse_rule
+from kproxy_core.nft.ruleset import ListedRuleset
 
 OWN: Final = {
     Family.IPV4: ("10.0.1.1", "10.0.2.1", "10.0.3.3"), Family.IPV6: ("fd00:1::1", "fd00:2::1", "fd00:3::3")}
@@ -138,7 +138,7 @@ class Outcome(NamedTuple):
     refusals: int
 
 
-class _WithoutJudge(ListedFilters):
+class _WithoutJudge(ListedRuleset):
     """The rules but those of the judge."""
 
     def base_chains(self) -> Sequence[BaseChain]:

@@ -12,7 +12,6 @@ from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft import interpret as nft
 from kproxy_core.nft.expressions import Ruleset
-from kproxy_core.nft.listing import ListedFilters
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -27,6 +26,7 @@ from kproxy_core.nft.packet import (
     Seen,
     Status,
 )
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own
 from tests.plugins.explained import decided, essence, questions, serving
 
@@ -75,7 +75,7 @@ def fate_of(ends: Sequence[nft.End]) -> Fate:
 @pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
 def test_the_rules_in_the_kernel_are_interpreted_as_the_plans_say(family: Family) -> None:
     with serving("nftables", family), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        ruleset = ListedFilters(sock)
+        ruleset = ListedRuleset(sock)
         for question in questions(family):
             ends = followed(question, ruleset)
             assert essence(fate_of(ends)) == essence(decided(question)), (question.packet, ends)
