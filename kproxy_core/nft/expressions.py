@@ -15,7 +15,7 @@ from kproxy_core.model import address as net
 from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import Malformed, attribute_spans, attributes, text
 from kproxy_core.nft import xt
-from kproxy_core.nft.elements import Element
+from kproxy_core.nft.elements import CATCH_ALL, Element
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -66,6 +66,32 @@ class BaseChain(NamedTuple):
     """Packets that met the policy; None: not counted."""
 
 
+class Elements:
+    """The elements of a set, read when they are first asked for: all, or one by its key."""
+
+    def __init__(
+        self, read: Callable[[], Sequence[Element]], one: Callable[[bytes], Element | None] | None = None,
+    ) -> None:
+        """*read* returns all elements, *one* that at a key, or None; without it all are read."""
+        self._read = read
+        self._one = one
+        self._all: Sequence[Element] | None = None
+        self._known: dict[bytes, Element | None] = {}
+
+    def __iter__(self) -> Iterator[Element]:
+        """Yield all elements. Raises OSError."""
+        if self._all is None:
+            self._all = self._read()
+        return iter(self._all)
+
+    def at(self, key: bytes) -> Element | None:
+        """Return the element whose key is *key*, or the catch-all at b"". Raises OSError."""
+        if key not in self._known:
+            self._known[key] = self._one(key) if self._one is not None and self._all is None else next(
+                (each for each in self if each.key == key), None)
+        return self._known[key]
+
+
 class HeldSet(NamedTuple):
     """A set or map that the kernel lists."""
 
@@ -74,20 +100,21 @@ class HeldSet(NamedTuple):
     is_interval: bool
     parts: tuple[int, ...]
     """Bytes of each part of a concatenation of intervals; () else."""
-    elements: Sequence[Element]
+    elements: Elements
     is_filled_by_packets: bool = False
     """Rules add elements."""
     object_type: int = 0
     """In a map of objects: NFT_OBJECT_*."""
 
     def find(self, value: bytes) -> Element | None:
-        """Return the element whose key is *value*, or whose interval holds it."""
+        """Return the element whose key is *value*, or whose interval holds it. Raises OSError."""
+        if not self.is_interval:
+            found = self.elements.at(value)
+            return self.elements.at(CATCH_ALL.key) if found is None else found
         keyed = [each for each in self.elements if each.key]
         for_all = next((each for each in self.elements if not each.key), None)
         if self.parts:
             return next((each for each in keyed if self._may_hold(each, tuple(value))), for_all)
-        if not self.is_interval:
-            return next((each for each in keyed if each.key == value), for_all)
         # At the same key, one interval may end and the next one start.
         nearest = max(
             (each for each in keyed if each.key <= value), key=lambda each: (each.key, not each.is_end),
@@ -95,7 +122,10 @@ class HeldSet(NamedTuple):
         return nearest if nearest is not None and not nearest.is_end else for_all
 
     def candidates(self, value: Bytes) -> tuple[list[Element], bool]:
-        """Return the elements that a *value* with unknown bytes may find, and whether it may find none."""
+        """Return the elements that a *value* with unknown bytes may find, and whether it may find none.
+
+        Raises OSError.
+        """
         keyed = [each for each in self.elements if each.key and not each.is_end]
         for_all = [each for each in self.elements if not each.key]
         if self.is_interval and not self.parts:
@@ -936,7 +966,7 @@ def _word(register: bytes, size: int) -> int:
 _INTERVAL, _EVAL = 4, 32
 
 
-def parse_held_set(found: Attributes, elements: Sequence[Element]) -> HeldSet:
+def parse_held_set(found: Attributes, elements: Elements) -> HeldSet:
     """Return a set with its listed attributes."""
     fields = attributes(found.get(9, b"")).get(2, b"")
     spans = attribute_spans(fields, 0, len(fields))

@@ -1,12 +1,14 @@
 """The ruleset that the kernel lists, for the interpreter: the chains, rules and sets of all programs."""
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from kproxy_core.netlink.messages import NFGENMSG, Span, attributes, decoding, text, text_attribute
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.elements import parse_elements
-from kproxy_core.nft.expressions import BaseChain, HeldSet, parse_base_chain, parse_held_set
+from kproxy_core.nft.elements import Element, element_list, encode_element, parse_elements
+from kproxy_core.nft.expressions import BaseChain, Elements, HeldSet, parse_base_chain, parse_held_set
 from kproxy_core.nft.messages import ABSENT, FAMILIES, GETCHAIN, GETRULE, GETSET, GETSETELEM, GETTABLE
 from kproxy_core.nft.objects import DORMANT
 from kproxy_core.nft.rules import HeldRule, parse_rule
@@ -18,6 +20,8 @@ _FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
 
 class ListedRuleset:
     """The chains, rules and sets of this thread's network namespace, each read when it is first asked for.
+
+    Of a set without intervals, single elements are read: it may have hundreds of thousands.
 
     All methods raise OSError.
     """
@@ -66,9 +70,22 @@ class ListedRuleset:
             if error.errno in ABSENT:
                 return None
             raise
-        elements = self._dumped(GETSETELEM, family, of, lambda _, span: parse_elements(span))
+        elements = Elements(
+            lambda: self._dumped(GETSETELEM, family, of, lambda _, span: parse_elements(span)),
+            partial(self._element, family, of))
         with decoding("a set"):
             return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
+
+    def _element(self, family: int, of: bytes, key: bytes) -> Element | None:
+        """Return the element at a key of a set without intervals, or the catch-all at b"" (Linux 5.13)."""
+        request = NFGENMSG.pack(family, 0, 0) + of + element_list(encode_element(Element(key)))
+        try:
+            data, start, end = self._socket.request_one(GETSETELEM, request)
+        except OSError as error:
+            if error.errno == errno.ENOENT or (not key and error.errno in (*ABSENT, errno.EOPNOTSUPP)):
+                return None
+            raise
+        return next(parse_elements((data, start + NFGENMSG.size, end)), None)
 
     def _dumped(
         self, kind: int, family: int, of: bytes, parse: Callable[[str, Span], Iterable[T]]

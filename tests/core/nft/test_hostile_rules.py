@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
 from kproxy_core.nft.elements import Element
-from kproxy_core.nft.expressions import BaseChain, HeldSet
+from kproxy_core.nft.expressions import BaseChain, Elements, HeldSet
 from kproxy_core.nft.interpret import interpret
 from kproxy_core.nft.packet import NO_INTERFACE, Flow, Interface, Node, Packet, Seen
 from kproxy_core.nft.rules import Expression, HeldRule, Verdict
@@ -51,7 +51,7 @@ class Written:
         return self._chains.get(chain, [])
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
-        return HeldSet(4, False, (), self._elements) if self._elements else None
+        return HeldSet(4, False, (), Elements(lambda: self._elements)) if self._elements else None
 
 
 def without_jumps(found: list[HeldRule]) -> list[HeldRule]:
@@ -81,8 +81,8 @@ def test_every_ruleset_has_an_answer(
 @given(st.lists(st.integers(0, 60), max_size=8, unique=True), st.integers(0, 63))
 def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
     edges = sorted(ends)
-    held = HeldSet(1, True, (), [
-        Element(bytes([edge]), is_end=bool(at % 2)) for at, edge in enumerate(edges)])
+    held = HeldSet(1, True, (), Elements(lambda: [
+        Element(bytes([edge]), is_end=bool(at % 2)) for at, edge in enumerate(edges)]))
     inside = any(first <= value and (value < behind) for first, behind in zip(
         edges[::2], [*edges[1::2], 256], strict=False))
     assert (held.find(bytes([value])) is not None) is inside
@@ -93,4 +93,4 @@ def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
 ])
 def test_a_concatenation_holds_what_is_within_each_part(value: bytes, held: bool) -> None:
     element = Element(b"\x0a\0\0\0\0\x10\0\0", last=b"\x0a\0\0\xff\0\x50\0\0")
-    assert (HeldSet(8, True, (4, 2), [element]).find(value) is not None) is held
+    assert (HeldSet(8, True, (4, 2), Elements(lambda: [element])).find(value) is not None) is held
