@@ -8,7 +8,7 @@ Linux 6.18.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol, Self
 
 from kproxy_core.model import address as net
@@ -385,15 +385,17 @@ class _Run:
 
     def _store(self, register: bytes, value: Bytes | bytes) -> None:
         word = _word(register, len(value))
-        padded = (*value, *(0,) * (-len(value) % 4))
-        for at in range(0, len(padded), 4):
-            self._words[word + at // 4] = padded[at : at + 4]
+        for at in range(0, len(value), 4):
+            part = tuple(value[at : at + 4])
+            self._words[word + at // 4] = part if len(part) == 4 else (*part, *(0,) * (4 - len(part)))
 
     def _store_unknown(self, register: bytes, why: str, size: int = 16) -> None:
         self._store(register, (why,) * size)
 
     def _load(self, register: bytes, size: int) -> Bytes:
         word = _word(register, size)
+        if size <= 4:
+            return self._words.get(word, _UNWRITTEN)[:size]
         found: list[int | str] = []
         for at in range(-(-size // 4)):
             found += self._words.get(word + at, _UNWRITTEN)
@@ -596,9 +598,9 @@ class _Run:
         result: Bytes
         if kind == 0:
             mask, xor = _data(found[4]), _data(found[5])
-            result = tuple(
+            result = tuple([
                 one & a ^ b if isinstance(one, int) else (one if a else b)
-                for one, a, b in zip(value, mask, xor, strict=True))
+                for one, a, b in zip(value, mask, xor, strict=True)])
         elif kind in (1, 2):
             result = _shifted(value, int.from_bytes(_data(found[7]), sys.byteorder), is_left=kind == 1)
         elif kind in (3, 4, 5):
@@ -644,6 +646,12 @@ class _Run:
         candidates: list[Element]
         if known is not None:
             one = held.find(known)
+            if not held.is_filled_by_packets and (one is None or not one.expressions):  # Most lookups.
+                if one is not None:
+                    self._found(one, result, inverted=inverted)
+                elif not inverted:
+                    self.verdict = Verdict(NFT_BREAK)
+                return ()
             candidates, may_miss = ([], True) if one is None else ([one], False)
             why = f"set {name}, which packets fill" if held.is_filled_by_packets else ""
         else:
@@ -879,6 +887,7 @@ def _why(value: Bytes) -> str:
     return next((each for each in value if isinstance(each, str)), "an unknown value")
 
 
+@lru_cache(maxsize=4096)
 def _data(value: bytes) -> bytes:
     return attributes(value).get(1, b"")
 
@@ -952,6 +961,7 @@ _REGISTERS = 80
 """Bytes of all registers (NFT_REG_MAX)."""
 
 
+@lru_cache(maxsize=1024)
 def _word(register: bytes, size: int) -> int:
     """Return the word where a register of *size* begins: 1 to 4 have 16 bytes, those from 8 on four."""
     number = _u32(register)

@@ -141,8 +141,10 @@ def _number(value: Bytes) -> int | None:
 
 def known_bytes(value: Bytes) -> bytes | None:
     """Return the bytes of *value*; None if one is not known."""
-    found = [each for each in value if isinstance(each, int)]
-    return bytes(found) if len(found) == len(value) else None
+    try:
+        return bytes(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 class Tracking(enum.Enum):
@@ -155,8 +157,8 @@ class Tracking(enum.Enum):
     TRACKED = "tracked"
 
 
-class Status(enum.IntFlag):
-    """IPS_*."""
+class Status(enum.IntEnum):
+    """Bits of a connection's status (IPS_*)."""
 
     CONFIRMED = 8
     SRC_NAT = 16
@@ -186,7 +188,8 @@ class Connection(NamedTuple):
 
     original: Flow
     reply: Flow
-    status: Status = Status(0)
+    status: int = 0
+    """Bits of `Status`."""
     mark: Number = 0
     labels: Number = 0
     zone: Number = 0
