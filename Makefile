@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf conformance tests examples deploy/manual.py
 
-.PHONY: env deb man demo check test gate lint faults guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb man demo check test gate lint surface faults guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -42,6 +42,10 @@ gate: env guest
 lint: env
 	@$(VENV)/bin/ruff check $(CHECKED)
 	@$(VENV)/bin/mypy $(CHECKED)
+
+# What plugins may import, or what changed in it since a commit: `make surface COMPARE=main`. Status 1: plugins break.
+surface: env
+	@$(VENV)/bin/python -m tests.rooms.surface $(COMPARE)
 
 # Plants faults in a copy of this checkout, one at a time, and runs the tests that must fail; or some:
 # `make faults FAULT='NAME...'`.

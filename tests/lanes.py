@@ -49,6 +49,7 @@ _NEIGHBOURS = (
     "tests/core/app/test_beside_other_programs.py", "tests/core/linux/test_foreign_tables.py",
     "tests/plugins/nftables/test_beside_kube_proxy.py", "tests/plugins/iptables/test_beside_kube_proxy.py",
     "tests/plugins/test_nft_equality.py", "tests/plugins/test_odd_messages.py",
+    "tests/core/nft/test_interpret_at_length.py",
 )
 """Other programs on the node, other releases of nft, and what kernels may send."""
 _REPORT = "tests/core/cli/test_report_command.py"

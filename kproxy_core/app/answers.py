@@ -48,8 +48,8 @@ from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Interface
-from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.last_resort import LastResort
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -180,13 +180,13 @@ def _filters(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[lis
         return [[] for _ in found]
     try:
         with doing("read the filter chains of other programs"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            filters = ListedFilters(sock)
+            filters = ListedRuleset(sock)
             return [_places(case, sides.get(at), filters) for at, case in enumerate(found)]
     except HostError as error:
         return [[str(error)] for _ in found]
 
 
-def _places(case: Case, side: KernelSide | None, filters: ListedFilters) -> list[str]:
+def _places(case: Case, side: KernelSide | None, filters: ListedRuleset) -> list[str]:
     fate = side.fate if side is not None and side.fate is not None else decide_case(case)
     translation = Translation.RULES if side is None else side.translation
     return places(case, fate, translation, filters, _interface)

@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from kproxy_core.app.drops import Drop, FilteredPacket
 from kproxy_core.app.filters import place
 from kproxy_core.linux.links import Link
 from kproxy_core.linux.node_state import NodeState
 from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.interpret import Drop, FilteredPacket, Interface
+from kproxy_core.nft.packet import Interface
 from kproxy_core.observe.logs import printable
 
 Json = dict[str, Any]

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+from kproxy_core.app.drops import Drop, FilteredPacket, drops
 from kproxy_core.app.explain import Case
 from kproxy_core.contract.values import Translation
-from kproxy_core.model.address import Address
-from kproxy_core.nft.interpret import NO_INTERFACE, Drop, FilteredPacket, Filters, Interface, drops
+from kproxy_core.model.address import Address, format_address, format_socket
+from kproxy_core.nft.expressions import Ruleset
+from kproxy_core.nft.packet import LOOPBACK, NO_INTERFACE, Interface
 from kproxy_core.observe.logs import printable
 from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, is_own, stand_in
 
@@ -13,15 +15,12 @@ _MOST_ENDPOINTS = 10
 """Endpoints of one answer whose packets are followed."""
 _MOST_PLACES = 3
 """Places in one answer."""
-_LOOPBACK = Interface("lo", 1)
-
-
 Towards = Callable[[Address], Interface | None]
 """Returns the interface that leads to an address."""
 
 
 def places(
-    case: Case, fate: Fate, translation: Translation, filters: Filters, towards: Towards
+    case: Case, fate: Fate, translation: Translation, filters: Ruleset, towards: Towards
 ) -> list[str]:
     """Return the places where other programs' chains end the packet of *case*, or may end it.
 
@@ -53,21 +52,22 @@ def way(
         mark = None  # Rules may know the hairpin by its addresses instead.
     packet = FilteredPacket(
         sent.family, sent.protocol, None if translation is Translation.RELAY else sent.source,
-        where.address, where.port, arrives, _LOOPBACK if is_to_node else towards(where.address), *dialled,
+        where.address, where.port, arrives, LOOPBACK if is_to_node else towards(where.address), *dialled,
         is_translated=translation is Translation.RULES and dialled != where, is_from_node=is_from_node,
-        is_to_node=is_to_node, mark=mark)
+        is_to_node=is_to_node, mark=mark,
+        is_dialled_on_node=is_own(dialled[0], question.node, question.addresses))
     if translation is Translation.VIRTUAL_SERVER:
         return _through_virtual_server(packet)
     found = [("output" if is_from_node else "prerouting", packet)]
     if is_to_node:
-        return [*found, ("input", packet._replace(input=_LOOPBACK if is_from_node else arrives))]
+        return [*found, ("input", packet._replace(input=LOOPBACK if is_from_node else arrives))]
     return [*found, *([] if is_from_node else [("forward", packet)]), ("postrouting", packet)]
 
 
 def _through_virtual_server(packet: FilteredPacket) -> list[tuple[str, FilteredPacket]]:
     """Return the hooks of a packet to an address of this node, which then sends it itself (IPVS)."""
     dialled = packet._replace(
-        destination=packet.dialled, port=packet.dialled_port, output=_LOOPBACK, is_to_node=True)
+        destination=packet.dialled, port=packet.dialled_port, output=LOOPBACK, is_to_node=True)
     sent_on = packet._replace(
         input=NO_INTERFACE, dialled=packet.destination, dialled_port=packet.port)
     before = [("output", dialled)] if packet.is_from_node else [("prerouting", dialled), ("input", dialled)]
@@ -80,8 +80,13 @@ def place(drop: Drop, what: str = "it") -> str:
     *what* are the packets.
     """
     rule = f"rule {drop.rule}" if drop.rule is not None else "its policy"
-    verb = "reject" if drop.rejects else "drop"
-    verb = f"{verb}s {what}" if drop.is_met else f"may {verb} {what}"
+    verb, end = ("reject" if drop.rejects else "drop"), ""
+    if drop.translates_to is not None:
+        address, port = drop.translates_to
+        to = "another address" if address is None else format_address(address)
+        verb = "translate"
+        end = f" to {to}" if address is None or port is None else f" to {format_socket(address, port)}"
+    verb = f"{verb}s {what}{end}" if drop.is_met else f"may {verb} {what}{end}"
     if drop.is_met and drop.doubts:
         verb += f" unless an earlier rule accepts {what}"
     counted = "" if drop.packets is None else f" ({drop.packets} packets so far)"

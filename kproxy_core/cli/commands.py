@@ -12,7 +12,7 @@ from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, t
 
 COMMANDS = {
     "modes": "List the installed modes, and find out which work here.",
-    "status": "Say whether this node's proxy is well.",
+    "status": "Say whether this node's proxy is well, and all that is wrong.",
     "explain": "Explain what happens to packets to a Service, and why.",
     "diff": "Compare what the kernel does with packets to what it should do.",
     "verify": "Connect to every Service by TCP, and report which endpoints answer.",

@@ -8,6 +8,7 @@ import click
 
 from kproxy_core.app.control import send_request
 from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
+from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
@@ -19,8 +20,7 @@ from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Drop, drops
-from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.ruleset import ListedRuleset
 
 Found = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ def _stops(
     stops: list[Stop] = []
     text = cache(_text)
     with doing("read the filter chains"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        filters = ListedFilters(sock)
+        filters = ListedRuleset(sock)
         for sample in samples(state, services):
             way = [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")]
             stops += [Stop(sample, drop, text(drop)) for drop in drops(filters, way)]

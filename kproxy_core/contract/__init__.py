@@ -1,4 +1,7 @@
-"""The contract of backends: everything that the author of a plugin imports."""
+"""The contract of backends: hooks, class Backend, and the values that they exchange.
+
+`public` has the rest of what a plugin may import.
+"""
 
 from kproxy_core.contract.backend import Backend, LayeredBackend
 from kproxy_core.contract.errors import BackendError, InvalidOption, SyncFailed, TrustLost, Unsupported
@@ -31,30 +34,54 @@ from kproxy_core.contract.values import (
     sync_family,
 )
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_core.model.node import NodeView
+from kproxy_core.model.address import (
+    FAMILY_BY_AF,
+    Address,
+    Cidr,
+    Family,
+    Protocol,
+    family_of,
+    format_address,
+    format_socket,
+    is_loopback,
+    outermost,
+    parse_address,
+    parse_cidr,
+    parse_network,
+)
+from kproxy_core.model.duration import Duration
+from kproxy_core.model.node import LocalSource, NodeView, is_interface_name
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.fate import Fate, Outcome, Packet
+from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, Packet, is_own, kind_of
+from kproxy_core.plan.hashing import HASH_SEED, HashBy, slot_of
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.plan.shares import Weights, shares
 
 __all__ = [
     "CONTRACT",
+    "FAMILY_BY_AF",
+    "HASH_SEED",
     "Address",
     "Backend",
     "BackendError",
     "BackendSettings",
     "Carried",
     "Caveat",
+    "Cidr",
     "Connections",
     "Damage",
     "Description",
     "Destination",
     "Detection",
+    "Duration",
+    "EndpointShare",
     "Failure",
     "Family",
     "Fate",
     "Frontend",
+    "FrontendKind",
     "Handshake",
+    "HashBy",
     "HostError",
     "InvalidOption",
     "IsRemoved",
@@ -62,8 +89,10 @@ __all__ = [
     "KernelSide",
     "LayeredBackend",
     "Leftovers",
+    "LocalSource",
     "Measurement",
     "NodeView",
+    "Origin",
     "Outcome",
     "Packet",
     "Preview",
@@ -81,8 +110,20 @@ __all__ = [
     "TrustLost",
     "Unsupported",
     "Update",
+    "Weights",
+    "family_of",
     "format_address",
     "format_socket",
     "hookimpl",
+    "is_interface_name",
+    "is_loopback",
+    "is_own",
+    "kind_of",
+    "outermost",
+    "parse_address",
+    "parse_cidr",
+    "parse_network",
+    "shares",
+    "slot_of",
     "sync_family",
 ]

@@ -1,7 +1,9 @@
 """The class of backends: what the core has the one do that serves a mode."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kproxy_core.contract.values import (
     Connections,
@@ -164,56 +166,41 @@ class Backend(ABC):
         """
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_base(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate["LayeredBackend", P], R]:
+    """Return a method of the same type that passes the call on to the base."""
+    name = method.__name__
+
+    @wraps(method, updated=())  # An abstract method is implemented by this.
+    def call(self: "LayeredBackend", /, *arguments: P.args, **named: P.kwargs) -> R:
+        answer: R = getattr(self.base, name)(*arguments, **named)
+        return answer
+
+    return call
+
+
 class LayeredBackend(Backend):
     """A backend on top of its base's (`Description.base`): every method is the base's until overridden."""
 
     def __init__(self, base: Backend) -> None:
         self.base = base
 
-    def begin(self) -> bool:
-        return self.base.begin()
-
-    def sync(self, update: Update) -> SyncReport:
-        return self.base.sync(update)
-
-    def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        return self.base.relays(family, key)
-
-    def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
-        return self.base.reset_connections(family, is_removed)
-
-    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
-        return self.base.wants_relays(family, protocol)
-
-    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
-        return self.base.serves_on_loopback(node, address, protocol)
-
-    def render(self, update: Update) -> str | None:
-        return self.base.render(update)
-
-    def check_text(self, update: Update) -> str | None:
-        return self.base.check_text(update)
-
-    def preview(self, update: Update) -> Preview | None:
-        return self.base.preview(update)
-
-    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide] | None:
-        return self.base.explain(questions, live=live)
-
-    def frontends(self, family: Family) -> Sequence[Frontend] | None:
-        return self.base.frontends(family)
-
-    def traffic(self, family: Family) -> Sequence[Connections] | None:
-        return self.base.traffic(family)
-
-    def watch(self, damaged: Damage) -> bool:
-        return self.base.watch(damaged)
-
-    def measure(self) -> Sequence[Measurement]:
-        return self.base.measure()
-
-    def retire(self) -> Leftovers:
-        return self.base.retire()
-
-    def close(self) -> None:
-        self.base.close()
+    begin = _of_base(Backend.begin)
+    sync = _of_base(Backend.sync)
+    relays = _of_base(Backend.relays)
+    reset_connections = _of_base(Backend.reset_connections)
+    wants_relays = _of_base(Backend.wants_relays)
+    serves_on_loopback = _of_base(Backend.serves_on_loopback)
+    render = _of_base(Backend.render)
+    check_text = _of_base(Backend.check_text)
+    preview = _of_base(Backend.preview)
+    explain = _of_base(Backend.explain)
+    frontends = _of_base(Backend.frontends)
+    traffic = _of_base(Backend.traffic)
+    watch = _of_base(Backend.watch)
+    measure = _of_base(Backend.measure)
+    retire = _of_base(Backend.retire)
+    close = _of_base(Backend.close)

@@ -2,6 +2,7 @@
 backend.
 """
 
+import enum
 import logging
 import re
 import threading
@@ -10,10 +11,10 @@ import typing
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cache
+from functools import cache, partial, wraps
 from itertools import chain
 from traceback import walk_tb
-from typing import Any, Literal, NamedTuple, NewType, cast
+from typing import Any, Concatenate, Literal, NamedTuple, NewType, ParamSpec, TypeVar, cast
 
 from msgspec import Struct
 from pluggy import HookCaller, HookImpl, HookRelay
@@ -24,10 +25,6 @@ from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import BackendError, PluginFailed, one_line
 from kproxy_core.contract.values import Measurement
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import Frontend
 
 # Checks that an answer has the type that the contract declares, fields and elements included. Pure.
 
@@ -72,7 +69,8 @@ def checked(answer: Any, wanted: Any) -> Any:
         raise WrongAnswer("returned a generator: only a hook with @hookimpl(wrapper=True) may yield")
     if problem := _check(wanted)((answer,)):
         raise WrongAnswer(f"returned {problem}")
-    return answer
+    kind = typing.get_origin(wanted) or wanted
+    return kind(answer) if kind in _ACCEPTED and kind is not Sequence else answer
 
 
 @cache
@@ -324,6 +322,58 @@ class CoreSync:
         return backend.sync(update)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Raise(enum.Enum):
+    IT = 0
+
+
+def _lack_sides(
+    sides: Sequence[values.KernelSide] | None, questions: Sequence[values.Question], *, live: bool
+) -> str:
+    if sides is None or len(sides) == len(questions):
+        return ""
+    return f"returned {len(sides)} answers to {len(questions)} questions"
+
+
+def _guarded(
+    method: Callable[Concatenate[Backend, P], R], *, otherwise: R | _Raise = _Raise.IT,
+    problem_of: Callable[Concatenate[R, P], str] | None = None, logged: bool = True,
+) -> Callable[Concatenate["BackendInstance", P], R]:
+    """Return the guarded *method* of `Backend`, which is called, checked and typed as that is.
+
+    *otherwise*: the answer in place of a failed call, which is logged; without one, PluginFailed is raised.
+    *problem_of*: what is wrong with an answer of the right type, from it and the arguments. *logged*: see
+    `HookCalls.guard`.
+    """
+    name = method.__name__
+    may_raise = _TYPED if otherwise is _Raise.IT else ()
+
+    @wraps(method)
+    def call(self: "BackendInstance", /, *arguments: P.args, **named: P.kwargs) -> R:
+        def answer() -> Any:
+            of_backend = getattr(self.backend, name)
+            if callbacks := _callbacks_of(method):
+                of_backend = partial(self._call_with_checks, name, of_backend, callbacks)
+            return checked(of_backend(*arguments, **named), declared(method))
+
+        def problem(found: R) -> str:
+            return "" if problem_of is None else problem_of(found, *arguments, **named)
+
+        try:
+            found: R = self._calls.guard(
+                self._called[name], answer, may_raise=may_raise, problem_of=problem, logged=logged)
+        except PluginFailed:
+            if isinstance(otherwise, _Raise):
+                raise
+            return otherwise
+        return found
+
+    return call
+
+
 class BackendInstance:
     """A backend, guarded: each method calls the backend's of the same name.
 
@@ -347,118 +397,96 @@ class BackendInstance:
         self.backend = layers[mode]
         self.hook = hook
         self._plugin = plugin_of_backend(mode)
-        self._layers = [(plugin_of_backend(layer), type(backend)) for layer, backend in layers.items()]
+        kinds = [(plugin_of_backend(layer), type(backend)) for layer, backend in layers.items()]
+        self._called = {
+            method: _Called(method, (self._plugin,), [(plugin, getattr(of, method)) for plugin, of in kinds])
+            for method in METHODS
+        }
         self._calls = calls
         self._syncing, self._synced = syncing, synced
 
-    def begin(self) -> bool:
-        return bool(self._call("begin"))
+    begin = _guarded(Backend.begin)
 
     def sync(self, update: values.Update) -> values.SyncReport:
         """Call the hook `kproxy_sync`, which calls the backend."""
         caller = self.hook.kproxy_sync
         called = _Called.of(caller)
-        called = called._replace(functions=[*called.functions, *self._functions("sync")])
+        called = called._replace(functions=[*called.functions, *self._called["sync"].functions])
         self._syncing(self, update)
         report = self._calls.guard(
             called, lambda: _checked(caller, caller(backend=self.backend, update=update)), problem_of=_lack)
         self._synced(self, update)
         return cast(values.SyncReport, report)
 
-    def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        """Return the ports; none if the backend fails."""
-        try:
-            return frozenset(self._call("relays", family, key, may_raise=()))
-        except PluginFailed:
-            return frozenset()
-
-    def reset_connections(self, family: Family, is_removed: values.IsRemoved) -> int:
-        return int(self._call("reset_connections", family, is_removed))
-
-    def wants_relays(self, family: Family, protocol: Protocol) -> bool:
-        """Return False, too, if the backend fails."""
-        try:
-            return bool(self._call("wants_relays", family, protocol, may_raise=()))
-        except PluginFailed:
-            return False
-
-    def serves_on_loopback(self, node: NodeView, address: Address, protocol: Protocol) -> bool:
-        """Return False, too, if the backend fails."""
-        try:
-            return bool(self._call("serves_on_loopback", node, address, protocol, may_raise=()))
-        except PluginFailed:
-            return False
-
-    def render(self, update: values.Update) -> str | None:
-        return cast(str | None, self._call("render", update))
-
-    def check_text(self, update: values.Update) -> str | None:
-        return cast(str | None, self._call("check_text", update))
-
-    def preview(self, update: values.Update) -> values.Preview | None:
-        return cast(values.Preview | None, self._call("preview", update))
-
-    def explain(
-        self, questions: Sequence[values.Question], *, live: bool
-    ) -> Sequence[values.KernelSide] | None:
-        def problem_of(sides: Sequence[values.KernelSide] | None) -> str:
-            if sides is None or len(sides) == len(questions):
-                return ""
-            return f"returned {len(sides)} answers to {len(questions)} questions"
-
-        sides = self._call("explain", questions, live=live, problem_of=problem_of)
-        return cast(Sequence[values.KernelSide] | None, sides)
-
-    def frontends(self, family: Family) -> Sequence[Frontend] | None:
-        return cast(Sequence[Frontend] | None, self._call("frontends", family))
-
-    def traffic(self, family: Family) -> Sequence[values.Connections] | None:
-        return cast(Sequence[values.Connections] | None, self._call("traffic", family))
-
-    def watch(self, damaged: values.Damage) -> bool:
-        """Return False, too, if the backend fails: its failure hides changes, no more."""
-
-        def checked(family: object, what: object) -> None:
-            if isinstance(family, Family) and isinstance(what, str):
-                damaged(family, what)
-            else:
-                found = f"{type(family).__name__} and {type(what).__name__}"
-                self._calls.failed(self._plugin, "watch", f"reported {found}, not Family and str")
-
-        try:
-            return bool(self._call("watch", checked, may_raise=()))
-        except PluginFailed:
-            return False
+    relays = _guarded(Backend.relays, otherwise=frozenset())
+    reset_connections = _guarded(Backend.reset_connections)
+    wants_relays = _guarded(Backend.wants_relays, otherwise=False)
+    serves_on_loopback = _guarded(Backend.serves_on_loopback, otherwise=False)
+    render = _guarded(Backend.render)
+    check_text = _guarded(Backend.check_text)
+    preview = _guarded(Backend.preview)
+    explain = _guarded(Backend.explain, problem_of=_lack_sides)
+    frontends = _guarded(Backend.frontends)
+    traffic = _guarded(Backend.traffic)
+    watch = _guarded(Backend.watch, otherwise=False)  # Its failure hides changes, no more.
+    retire = _guarded(Backend.retire, logged=False)
+    close = _guarded(Backend.close, otherwise=None)  # Its sockets end with the process.
+    _measurements = _guarded(Backend.measure, otherwise=())
 
     def measure(self) -> Sequence[Sequence[values.Measurement]]:
-        """Return the answers of the backend and of observers, without those that fail."""
-        found = self._calls.call_each(self.hook.kproxy_measure)
-        try:
-            return [self._call("measure", may_raise=()), *found]
-        except PluginFailed:
-            return found
+        """Return the answers of the backend and of observers that have any, without those that fail."""
+        return [*filter(None, [self._measurements()]), *self._calls.call_each(self.hook.kproxy_measure)]
 
-    def retire(self) -> values.Leftovers:
-        """Retire the backend. Raises as `Backend.retire` does, or PluginFailed."""
-        return cast(values.Leftovers, self._call("retire", logged=False))
+    def _call_with_checks(
+        self, method: str, call: Callable[..., Any], callbacks: Iterable["_Callback"], /, *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Call *method* with *callbacks* that check what the backend gives them."""
+        given = list(arguments)
+        for place, name, takes in callbacks:
+            if name in named:
+                named[name] = partial(self._call_back, method, named[name], takes)
+            else:
+                given[place] = partial(self._call_back, method, given[place], takes)
+        return call(*given, **named)
 
-    def close(self) -> None:
-        """Close the backend. A failure is logged: its sockets end with the process."""
-        try:
-            self._call("close", may_raise=())
-        except PluginFailed:
+    def _call_back(
+        self, method: str, callback: Callable[..., None], wanted: Mapping[str, Any], /, *arguments: object,
+        **named: object,
+    ) -> None:
+        """Call *callback*, unless the backend gives it something else than *wanted*, which is logged."""
+        given = dict(zip(wanted, arguments, strict=False)) | named
+        if len(arguments) + len(named) == len(wanted) and given.keys() == wanted.keys() and not any(
+                _check(of)((given[name],)) for name, of in wanted.items()):
+            callback(*map(given.__getitem__, wanted))
             return
+        found = " and ".join(_name(type(each)) for each in (*arguments, *named.values()))
+        problem = f"reported {found or 'nothing'}, not {' and '.join(map(_name, wanted.values()))}"
+        self._calls.failed(self._plugin, method, problem)
 
-    def _call(self, method: str, *arguments: object, live: bool | None = None, **options: Any) -> Any:
-        """Return the answer of *method*; see `HookCalls.guard` for *options*."""
-        named = {} if live is None else {"live": live}
-        call, wanted = getattr(self.backend, method), declared(getattr(Backend, method))
-        return self._calls.guard(
-            _Called(method, (self._plugin,), self._functions(method)),
-            lambda: checked(call(*arguments, **named), wanted), **options)
 
-    def _functions(self, method: str) -> list[tuple[str, object]]:
-        return [(plugin, getattr(kind, method)) for plugin, kind in self._layers]
+class _Callback(NamedTuple):
+    """A parameter of a method that the backend calls."""
+
+    place: int
+    name: str
+    takes: Mapping[str, Any]
+    """Types by name."""
+
+
+@cache
+def _callbacks_of(method: Callable[..., Any]) -> tuple[_Callback, ...]:
+    hints = typing.get_type_hints(method)
+    del hints["return"]
+    return tuple(
+        _Callback(place, name, {of: kind for of, kind in typing.get_type_hints(wanted.__call__).items()
+                                if of != "return"})
+        for place, (name, wanted) in enumerate(hints.items())
+        if getattr(wanted, "_is_protocol", False) and "__call__" in vars(wanted))
+
+
+METHODS = tuple(name for name in vars(Backend) if not name.startswith("_"))
+"""The names of all methods of a backend."""
 
 
 def _lack(answer: object) -> str:

@@ -1,8 +1,8 @@
 """The hooks of kproxy: questions that every plugin answers about its mode.
 
-Each is put to one plugin at a time, and observers may wrap any of them (``@hookimpl(wrapper=True)``). Work
-belongs to the `Backend` that `kproxy_make_backend` returns; of that, only a sync is a hook as well. An
-implementation may leave out arguments that it does not use.
+Each is put to one plugin at a time, and observers may wrap all but `kproxy_describe`
+(``@hookimpl(wrapper=True)``). Work belongs to the `Backend` that `kproxy_make_backend` returns; of that, only
+a sync is a hook as well. An implementation may leave out arguments that it does not use.
 """
 
 from collections.abc import Sequence

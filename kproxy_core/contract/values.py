@@ -13,9 +13,9 @@ from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 0)
-"""Major and minor version. A new minor may add fields and optional hook arguments; only a new major changes
-meanings."""
+CONTRACT = (1, 1)
+"""Major and minor version. A new minor may add fields, optional hook arguments and names to import; only a
+new major changes meanings."""
 
 
 class Description(Struct, frozen=True):

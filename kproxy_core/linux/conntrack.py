@@ -181,6 +181,23 @@ def tcp_state(info: bytes) -> int:
     return info[0] if info else 0
 
 
+class Progress(NamedTuple):
+    """How far a flow has come."""
+
+    id: bytes
+    is_answered: bool
+    tcp_state: int
+    """enum tcp_conntrack (nf_conntrack_tcp.h); 0 for other protocols."""
+
+
+def progress_of(flow: TrackedFlow) -> Progress:
+    """Return the progress of a listed *flow*. Raises Malformed."""
+    found = attributes(flow.data, flow.start, flow.end)
+    return Progress(
+        found.get(ID, b""), bool(_number(found.get(STATUS, b"")) & SEEN_REPLY),
+        tcp_state(found.get(PROTOINFO, b"")))
+
+
 def decode(spans: Iterator[Span], family: Family) -> Iterator[TrackedFlow]:
     """Yield the flow in each of *spans*. Raises Malformed."""
     unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]

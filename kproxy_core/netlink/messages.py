@@ -111,8 +111,13 @@ def nested(kind: int, *attributes: bytes) -> bytes:
 def fitting(parts: Sequence[bytes]) -> Iterator[slice]:
     """Yield the slices of encoded *parts*, in order, each of which fits into one attribute."""
     if parts:
-        step = max(1, _LONGEST // max(map(len, parts)))
-        yield from (slice(start, start + step) for start in range(0, len(parts), step))
+        yield from fitting_alike(len(parts), max(map(len, parts)))
+
+
+def fitting_alike(count: int, size: int) -> Iterator[slice]:
+    """Yield the slices of *count* encoded parts of at most *size* bytes each, as `fitting` does."""
+    step = max(1, _LONGEST // size)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:

@@ -9,8 +9,9 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kproxy_core.netlink import messages as netlink
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, Malformed
@@ -128,6 +129,82 @@ LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ACCEPT, DROP = Instruction(RETURN, 0, 0, 0xFFFFFFFF), Instruction(RETURN, 0, 0, 0)
 
 
+class RawSocket(Protocol):
+    """The methods of a `socket.socket` by which messages are sent and received."""
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def recv(self, size: int, flags: int, /) -> bytes: ...
+
+    def fileno(self) -> int: ...
+
+    def getsockname(self) -> tuple[int, int]: ...
+
+    def getsockopt(self, level: int, option: int, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Kernel(Protocol):
+    """The other end of netlink sockets: Linux, or one in memory such as `kproxy_core.nft.fake.FakeKernel`."""
+
+    def open_socket(
+        self, protocol: int, *, groups: Collection[int], accept: Sequence[Instruction], receive_space: int,
+        send_space: int,
+    ) -> RawSocket:  # fmt: skip
+        """Open a socket; see `NetlinkSocket.open`. Raises OSError."""
+
+    def namespace(self) -> Hashable:
+        """Identify the network namespace of the calling thread. Raises OSError."""
+
+
+class Linux:
+    """The kernel that runs this process."""
+
+    def open_socket(
+        self, protocol: int, *, groups: Collection[int], accept: Sequence[Instruction], receive_space: int,
+        send_space: int,
+    ) -> RawSocket:  # fmt: skip
+        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.bind((0, 0))
+            # To the kernel: it then refuses messages that other processes send to this socket (net/netlink).
+            sock.connect((0, 0))
+            # Errors then carry the header of the request only, not all of it.
+            sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+            _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
+            _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
+            if accept:
+                _attach_filter(sock, accept)
+            for group in groups:
+                sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def namespace(self) -> Hashable:
+        return os.stat("/proc/thread-self/ns/net").st_ino
+
+
+_kernels: Final[list[Kernel]] = [Linux()]
+
+
+def kernel() -> Kernel:
+    """Return the kernel in which `NetlinkSocket.open` opens sockets."""
+    return _kernels[-1]
+
+
+@contextmanager
+def opening_in(other: Kernel) -> Iterator[None]:
+    """Have `NetlinkSocket.open` open the sockets of all threads in *other*. Open sockets are kept."""
+    _kernels.append(other)
+    try:
+        yield
+    finally:
+        _kernels.remove(other)
+
+
 class NetlinkSocket:
     """A netlink socket in the network namespace of the thread that opened it. Not thread-safe.
 
@@ -135,7 +212,7 @@ class NetlinkSocket:
     cannot be received at once will therefore never arrive, and nothing here waits for one.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: RawSocket) -> None:
         self._socket = sock
         self._sequence = 0
 
@@ -150,23 +227,9 @@ class NetlinkSocket:
         program *accept* returns 0. *receive_space* and *send_space* are the buffers' sizes in bytes, limited
         by net.core.*mem_max without CAP_NET_ADMIN; 0 means the kernel's default. Raises OSError.
         """
-        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
-        try:
-            sock.bind((0, 0))
-            # To the kernel: it then refuses messages that other processes send to this socket (net/netlink).
-            sock.connect((0, 0))
-            # Errors then carry the header of the request only, not all of it.
-            sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
-            _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
-            _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
-            if program := accept or _ignoring(ignore):
-                _attach_filter(sock, program)
-            for group in groups:
-                sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
-        except OSError:
-            sock.close()
-            raise
-        return cls(sock)
+        return cls(kernel().open_socket(
+            protocol, groups=groups, accept=accept or _ignoring(ignore), receive_space=receive_space,
+            send_space=send_space))
 
     def __enter__(self) -> Self:
         return self

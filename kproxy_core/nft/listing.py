@@ -1,9 +1,10 @@
-"""What the kernel holds: tables with their objects, and the chains of other programs, read over netlink
-(linux/netfilter/nf_tables.h).
-"""
+"""What the kernel holds: tables with their objects, read over netlink (linux/netfilter/nf_tables.h)."""
 
 import errno
+import re
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Self, TypeVar
 
 from kproxy_core.model.address import Family
@@ -19,8 +20,18 @@ from kproxy_core.netlink.messages import (
     text_attribute,
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.elements import CATCH_ALL_LIST, Element, check_complete, parse_elements
-from kproxy_core.nft.interpret import BaseChain, HeldSet, parse_base_chain, parse_held_set, parse_set_elements
+from kproxy_core.nft.elements import (
+    CATCH_ALL,
+    Element,
+    Found,
+    by_key,
+    element_list,
+    elements_by_place,
+    encode_element,
+    names_of,
+    parse_packets,
+    parse_plain,
+)
 from kproxy_core.nft.messages import (
     ABSENT,
     FAMILIES,
@@ -34,10 +45,11 @@ from kproxy_core.nft.messages import (
     TABLE_NAME,
     TABLE_OWNER,
 )
-from kproxy_core.nft.objects import DORMANT, Flowtable, StatefulObject
+from kproxy_core.nft.objects import Flowtable, StatefulObject
 from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
 _CHAIN_NAME = 3
@@ -47,6 +59,13 @@ _SET_FLAGS, _CHAIN_FLAGS = 3, 10
 _ANONYMOUS, _BINDING = 1, 4
 """NFT_SET_ANONYMOUS and NFT_CHAIN_BINDING: the object is deleted with the rule that refers to it."""
 _OBJECT_TYPE = 3
+_FLAGS, _USE = 2, 3
+"""Attributes of a table."""
+_MATCH: Final = re.compile(
+    re.escape(struct.pack("=HH8s", 10, 1, b"match"))  # NFTA_EXPR_NAME
+    + b".." + struct.pack("=H", 2) + b".." + struct.pack("=H", 1)  # NFTA_EXPR_DATA, NFTA_MATCH_NAME
+    + rb"([\w-]+)\0", re.DOTALL)  # fmt: skip
+"""An expression of nft_compat in a rule."""
 _COUNT = 20
 """NFTA_SET_COUNT: the number of elements."""
 
@@ -88,6 +107,17 @@ class TableName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.family} {self.name}"
+
+
+class TableState(NamedTuple):
+    """A table as a listing of all tables has it."""
+
+    flags: int
+    """`objects.DORMANT`, `objects.OWNER` and `objects.PERSIST`."""
+    chains: int
+    """Chains and other objects in it."""
+    owner: int
+    """The netlink port that alone may change it; 0: any may."""
 
 
 class Reader:
@@ -145,22 +175,88 @@ class Reader:
                 if name not in elements_of and self._has_catch_all(family, table, name)],
         )  # fmt: skip
 
+    def tables(self, family: Family) -> dict[str, TableState]:
+        """Return the tables of *family* by name; none in a kernel without nf_tables. Raises OSError."""
+        with decoding("a table"):
+            return {
+                text(found[TABLE_NAME]): TableState(*(
+                    int.from_bytes(found.get(kind, b""), "big") for kind in (_FLAGS, _USE, TABLE_OWNER)))
+                for found in self._listed(GETTABLE, family, b"", _attributes)
+            }
+
+    def matches(self, family: Family, table: str) -> set[str]:
+        """Return the names of the matches of iptables in the rules of *table*; none without the table.
+
+        Scans the listing as bytes: a table of kube-proxy's may have 100,000 rules. Raises OSError.
+        """
+
+        def collect(answers: Iterator[Span]) -> set[str]:
+            found: set[str] = set()
+            scanned = b""
+            for data, _, _ in answers:  # Several rules are in one piece of data.
+                if data is not scanned:
+                    scanned = data
+                    found.update(name.decode("ascii", "replace") for name in _MATCH.findall(data))
+            return found
+
+        return self._dumped(GETRULE, family, text_attribute(TABLE_NAME, table), collect) or set()
+
     def _has_catch_all(self, family: Family, table: str, name: str) -> bool:
-        of = text_attribute(TABLE_NAME, table) + text_attribute(2, name) + CATCH_ALL_LIST
         try:
-            return bool(self.socket.request(GETSETELEM, 0, payload(family, of)))
+            return self._element(family, table, name, CATCH_ALL) is not None
         except OSError as error:
             if error.errno in (*ABSENT, errno.EOPNOTSUPP):
                 return False
             raise
+
+    def element(self, family: Family, table: str, name: str, key: bytes) -> Found:
+        """Return what is found at a key of a map, or of a set without intervals.
+
+        Raises KeyError if it does not exist, OSError.
+        """
+        try:
+            found = self._element(family, table, name, Element(key))
+        except FileNotFoundError as error:
+            raise KeyError(key) from error
+        if found is None:
+            raise KeyError(key)
+        return found[1]
+
+    def _element(
+        self, family: Family, table: str, name: str, element: Element
+    ) -> tuple[bytes, Found] | None:
+        of = names_of(table, name) + element_list(encode_element(element))
+        for data, start, end in self.socket.request(GETSETELEM, 0, payload(family, of)):
+            for found in parse_plain((data, start + NFGENMSG.size, end)):
+                return found
+        return None
 
     def elements(self, family: Family, table: str, name: str) -> frozenset[Element]:
         """Return the elements of a set or a map; none if it does not exist.
 
         Raises InterruptedError if they changed during each attempt, other OSError.
         """
-        of = text_attribute(1, table) + text_attribute(2, name)
-        return self._dumped(GETSETELEM, family, of, _collect_elements) or frozenset()
+        return frozenset(self._by_key(elements_by_place, family, table, name).values())
+
+    def plain_elements(self, family: Family, table: str, name: str) -> dict[bytes, Found]:
+        """Return what is found at each key of a map, or of a set without intervals.
+
+        Without catch-alls, which `HeldTable` names. Nothing if it does not exist. Raises as `elements`.
+        """
+        found = self._by_key(parse_plain, family, table, name)
+        found.pop(CATCH_ALL.key, None)
+        return found
+
+    def packets(self, family: Family, table: str, name: str) -> dict[bytes, int]:
+        """Return the packets that each element of a set has counted, as `plain_elements` does."""
+        found = self._by_key(parse_packets, family, table, name)
+        found.pop(CATCH_ALL.key, None)
+        return found
+
+    def _by_key(
+        self, parse: Callable[[Span], Iterable[tuple[K, T]]], family: Family, table: str, name: str
+    ) -> dict[K, T]:
+        return self._dumped(GETSETELEM, family, names_of(table, name), partial(by_key, parse)) or {}
 
     def counts(self, family: Family, table: str) -> dict[str, int]:
         """Return the number of elements of each set and map of *table*; none if the kernel does not tell it.
@@ -230,17 +326,6 @@ def parse_stateful_object(span: Span) -> StatefulObject:
         return StatefulObject(text(found[2]), int.from_bytes(found[_OBJECT_TYPE], "big"))
 
 
-def _collect_elements(answers: Iterator[Span]) -> frozenset[Element]:
-    """Collect elements. Raises InterruptedError if some are missing."""
-    listed = [
-        element for data, start, end in answers
-        for element in parse_elements((data, start + NFGENMSG.size, end))
-    ]  # fmt: skip
-    found = frozenset(listed)
-    check_complete(len(listed), len(found))
-    return found
-
-
 def _named(table: Span) -> TableName:
     data, start, end = table
     with decoding("a table"):
@@ -278,96 +363,3 @@ def _has(kind: int, family: Family, table: str, *named: bytes) -> bool:
         if error.errno in ABSENT:
             return False
         raise
-
-
-# Chains of other programs.
-
-
-class ListedFilters:
-    """The chains, rules and sets of this thread's network namespace, each read when it is first asked for.
-
-    All methods raise OSError.
-    """
-
-    def __init__(self, sock: NetlinkSocket) -> None:
-        self._socket = sock
-        self._base_chains: Sequence[BaseChain] | None = None
-        self._rules: dict[tuple[str, str, str], Sequence[HeldRule]] = {}
-        self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
-
-    def base_chains(self) -> Sequence[BaseChain]:
-        """Return the chains at hooks whose type is ``filter`` or ``route``, but for dormant tables."""
-        if self._base_chains is None:
-            dormant = set(self._dumped(GETTABLE, 0, b"", _dormant_table))
-            found = self._dumped(GETCHAIN, 0, b"", _filter_chain)
-            self._base_chains = [each for each in found if (each.family, each.table) not in dormant]
-        return self._base_chains
-
-    def chain_names(self, family: str, table: str) -> frozenset[str]:
-        def name(of: str, span: Span) -> Iterator[str]:
-            found = attributes(*span)
-            if (of, text(found[1])) == (family, table):
-                yield text(found[3])
-
-        return frozenset(self._dumped(GETCHAIN, 0, b"", name))
-
-    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
-        key = family, table, chain
-        if key not in self._rules:
-            of = text_attribute(1, table) + text_attribute(2, chain)
-            self._rules[key] = self._dumped(
-                GETRULE, _FAMILY_NUMBERS[family], of, lambda _, span: [parse_rule(span)[1]])
-        return self._rules[key]
-
-    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
-        key = family, table, name
-        if key not in self._sets:
-            self._sets[key] = self._held_set(
-                _FAMILY_NUMBERS[family], text_attribute(1, table) + text_attribute(2, name))
-        return self._sets[key]
-
-    def _held_set(self, family: int, of: bytes) -> HeldSet | None:
-        try:
-            data, start, end = self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return None
-            raise
-        elements = self._dumped(GETSETELEM, family, of, lambda _, span: [*parse_set_elements(*span)])
-        with decoding("a set"):
-            return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
-
-    def _dumped(
-        self, kind: int, family: int, of: bytes, parse: Callable[[str, Span], Iterable[T]]
-    ) -> list[T]:
-        """Return what *parse* makes of family and attributes of each answer; none without a subject."""
-
-        def collect(answers: Iterator[Span]) -> list[T]:
-            with decoding("a filter"):
-                return [
-                    item for data, start, end in answers
-                    for item in parse(
-                        FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
-                ]  # fmt: skip
-
-        try:
-            return self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return []
-            raise
-
-
-def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:
-    found = attributes(*span)
-    if int.from_bytes(found.get(2, b""), "big") & DORMANT:
-        yield family, text(found[1])
-
-
-def _filter_chain(family: str, span: Span) -> Iterator[BaseChain]:
-    """Yield a listed chain if it filters at a hook. Most are neither, and only searched for the type."""
-    data, start, end = span
-    if data.find(b"filter\0", start, end) >= 0 or data.find(b"route\0", start, end) >= 0:
-        found = parse_base_chain(family, attributes(*span))
-        if found is not None and found.type in ("filter", "route"):
-            yield found

@@ -19,7 +19,14 @@ from kproxy_core.netlink.messages import (
     text_attribute,
     u32_attribute,
 )
-from kproxy_core.nft.elements import Element, element_text, elements_of, encode_element
+from kproxy_core.nft.elements import (
+    Element,
+    element_list,
+    element_request,
+    element_texts,
+    elements_of,
+    encode_element,
+)
 from kproxy_core.nft.messages import DELSETELEM, KIND, NEWSETELEM, Command
 from kproxy_core.nft.rules import (
     VERDICT,
@@ -123,6 +130,10 @@ class Table(NamedTuple):
         return self._command(
             f"add table {self.where}{shown}", _NEWTABLE, *_encoded(self.attributes()), flags=NLM_F_CREATE)
 
+    def wake(self) -> Command:
+        """Put the rules of a dormant table into effect. The table must exist."""
+        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: _u32(0)}))
+
     def delete(self) -> Command:
         """Delete the table, which must exist."""
         return self._command(f"delete table {self.where}", _DELTABLE)
@@ -224,8 +235,8 @@ class Table(NamedTuple):
         self, container: Container, held: Collection[Element], wanted: Collection[Element]
     ) -> Iterator[Command]:
         """Turn the *held* elements into the *wanted* ones."""
-        yield from self.delete_elements(container, sorted(frozenset(held).difference(wanted)))
-        yield from self.add_elements(container, sorted(frozenset(wanted).difference(held)))
+        yield from self.delete_elements(container, _ordered(frozenset(held).difference(wanted)))
+        yield from self.add_elements(container, _ordered(frozenset(wanted).difference(held)))
 
     def empty(self, container: Container) -> Command:
         """Delete all elements of a set or a map."""
@@ -240,10 +251,9 @@ class Table(NamedTuple):
         encoded = [data for _, data in entries]
         for part in fitting(encoded):
             shown = ", ".join(text for text, _ in entries[part])
-            yield self._command(
-                f"{verb} element {self.where} {container.name} {{ {shown} }}", kind,
-                text_attribute(2, container.name), nested(3, *encoded[part]),
-                flags=NLM_F_CREATE if kind == NEWSETELEM else 0)
+            request = element_request(
+                self.family, self.name, container.name, kind, element_list(*encoded[part]))
+            yield Command(f"{verb} element {self.where} {container.name} {{ {shown} }}", request)
 
     def _write_flowtable(self, flowtable: Flowtable) -> Iterator[Command]:
         """Replace the flowtable: adding it removes no device. The next packets add their flows again."""
@@ -308,7 +318,13 @@ _VERDICTS = 0xFFFFFF00
 
 
 def container_attributes(container: Container) -> Attributes:
-    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later."""
+    """Return the attributes that the kernel keeps of a set or a map; none of them can be changed later.
+
+    Raises ValueError if it is declared by fields and types: nft aborts when it lists such a map.
+    """
+    parts = [part for part in (*container.key, *container.value) if part != VERDICT]
+    if len({isinstance(part, Field) for part in parts}) > 1:
+        raise ValueError(f"{container.name} is declared by fields and types: nft knows one or the other")
     flags = (
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)
@@ -405,8 +421,12 @@ def constant_elements(container: Container) -> list[Element]:
     return [element for item in container.constant or () for element in elements_of(item)]
 
 
+def _ordered(elements: Iterable[Element]) -> list[Element]:
+    """Return *elements* in an order that does not depend on hashes: data may be of several types."""
+    return sorted(elements, key=lambda element: (element.key, element.last, element.is_end))
+
+
 def _entries(container: Container, elements: Iterable[Element]) -> list[tuple[str, bytes]]:
-    return [
-        (element_text(container.key, container.value, element), encode_element(element))
-        for element in elements
-    ]  # fmt: skip
+    elements = list(elements)
+    shown = element_texts(container.key, container.value, elements)
+    return list(zip(shown, map(encode_element, elements), strict=True))

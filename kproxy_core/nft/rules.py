@@ -482,24 +482,63 @@ def vmap(key: Key, container: str) -> Statement:
     return Statement(f"{key_text(key)} vmap @{container}", (*_protocol_match(*key), *loads, lookup))
 
 
-def _verdict(code: int, chain: str = "") -> Expression:
-    parts = [attribute(1, struct.pack(">i", code))]
-    if chain:
-        parts.append(text_attribute(2, chain))
-    return Expression("immediate", {1: _u32(0), 2: attribute(2, b"".join(parts))})
+class Verdict(NamedTuple):
+    """What becomes of a packet: the verdict of a rule, or of a map's element."""
+
+    code: int
+    """One of NF_* and NFT_*, or that of a later kernel; NF_QUEUE with a queue's number in its upper half."""
+    chain: str = ""
+
+    @property
+    def text(self) -> str:
+        """The verdict as nft writes it: ``goto services``."""
+        word = _VERDICT_WORDS.get(self.code, "?")
+        return f"{word} {self.chain}" if self.chain else word
+
+    def encode(self) -> bytes:
+        """Return the attribute in which data of a rule or of an element is this verdict."""
+        parts = [attribute(1, struct.pack(">i", self.code))]
+        if self.chain:
+            parts.append(text_attribute(2, self.chain))
+        return attribute(VERDICT_DATA, b"".join(parts))
+
+
+NF_DROP, NF_ACCEPT, NF_QUEUE = 0, 1, 3
+NFT_CONTINUE, NFT_BREAK, NFT_JUMP, NFT_GOTO, NFT_RETURN = -1, -2, -3, -4, -5
+"""Codes of verdicts (linux/netfilter.h, nf_tables.h)."""
+_VERDICT_WORDS = {
+    NF_DROP: "drop", NF_ACCEPT: "accept", NF_QUEUE: "queue", NFT_CONTINUE: "continue",
+    NFT_BREAK: "break", NFT_JUMP: "jump", NFT_GOTO: "goto", NFT_RETURN: "return",
+}  # fmt: skip
+VERDICT_DATA: Final = 2
+"""NFTA_DATA_VERDICT, beside NFTA_DATA_VALUE, which is 1."""
+
+
+def parse_verdict(data: bytes) -> Verdict | None:
+    """Return the verdict that *data* of a rule or of an element is; None: it is a value. Raises Malformed."""
+    found = attributes(data).get(VERDICT_DATA)
+    if found is None:
+        return None
+    parts = attributes(found)
+    return Verdict(int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b"")))
+
+
+def _apply(verdict: Verdict) -> Statement:
+    immediate = Expression("immediate", {1: _u32(0), 2: verdict.encode()})
+    return Statement(verdict.text, (immediate,))
 
 
 def jump(chain: str) -> Statement:
-    return Statement(f"jump {chain}", (_verdict(-3, chain),))
+    return _apply(Verdict(NFT_JUMP, chain))
 
 
 def goto(chain: str) -> Statement:
-    return Statement(f"goto {chain}", (_verdict(-4, chain),))
+    return _apply(Verdict(NFT_GOTO, chain))
 
 
-DROP: Final = Statement("drop", (_verdict(0),))
+DROP: Final = _apply(Verdict(NF_DROP))
 
-RETURN: Final = Statement("return", (_verdict(-5),))
+RETURN: Final = _apply(Verdict(NFT_RETURN))
 
 RESET: Final = Statement("reject with tcp reset", (Expression("reject", {1: _u32(1)}),))
 

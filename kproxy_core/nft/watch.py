@@ -15,7 +15,7 @@ from kproxy_core.netlink.messages import decoding
 from kproxy_core.netlink.sockets import NetlinkSocket, NotificationThread
 from kproxy_core.nft.messages import KIND, TABLE_NAME
 
-_COMMITS_GROUP = 7  # NFNLGRP_NFTABLES
+COMMITS_GROUP = 7  # NFNLGRP_NFTABLES
 _NEWGEN, _GETGEN = 15, 16
 _GEN_ID, _GEN_PID, _GEN_NAME = 1, 2, 3
 _RECEIVE_SPACE = 8 << 20
@@ -100,7 +100,7 @@ class CommitWatch(NotificationThread):
         self._changes: Counter[Change] = Counter()
         """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
-            netlink.NETLINK_NETFILTER, groups=(_COMMITS_GROUP,), ignore=ignore,
+            netlink.NETLINK_NETFILTER, groups=(COMMITS_GROUP,), ignore=ignore,
             receive_space=_RECEIVE_SPACE)
         super().__init__(name, sock, self._receive)
 

@@ -17,7 +17,7 @@ from kproxy_core.model.service import Destination
 
 HashBy = Literal["", "client", "flow"]
 
-SEED = 0x6B70726F
+HASH_SEED = 0x6B70726F
 """The seed of the hash, the same in the whole cluster, and in every release."""
 
 SIZES = (1021, 16381, 131071)
@@ -84,7 +84,7 @@ def slot_of(client: Address, port: int | None, size: int) -> int:
     As the kernel's ``jhash ip saddr . tcp sport mod SIZE`` on a machine of the same byte order.
     """
     key = bytes(client) if port is None else client + port.to_bytes(2, "big") + bytes(2)
-    return jhash(key, SEED) * size >> 32
+    return jhash(key, HASH_SEED) * size >> 32
 
 
 def jhash(key: bytes, seed: int) -> int:

@@ -7,9 +7,7 @@ client remembers is valid as long as its endpoint exists, in whatever slot.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Protocol, ServicePlan, ServicePortKey
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.wanted import wanted
 

@@ -11,15 +11,20 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kproxy_core.contract import (
+    Address,
     Backend,
     BackendSettings,
     Connections,
     Damage,
+    Family,
+    HostError,
     IsRemoved,
     KernelSide,
     LayeredBackend,
     Measurement,
+    NodeView,
     Preview,
+    Protocol,
     Question,
     Scope,
     SyncFailed,
@@ -29,9 +34,6 @@ from kproxy_core.contract import (
     Update,
 )
 from kproxy_core.linux.conntrack import accounting_enabled
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.node import NodeView
 from kproxy_ebpf import names
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain

@@ -7,8 +7,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import Address, Destination, Family, Protocol
 from kproxy_ebpf import names
 
 _FRONTEND = struct.Struct("=16sQ")

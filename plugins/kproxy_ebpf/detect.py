@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kproxy_core.contract import BackendError, BackendSettings, Caveat, Detection, Requirement, Trial, Update
+from kproxy_core.contract import (
+    BackendError,
+    BackendSettings,
+    Caveat,
+    Detection,
+    Family,
+    HostError,
+    Protocol,
+    Requirement,
+    Trial,
+    Update,
+    format_address,
+)
 from kproxy_core.contract.caveats import of_loopback, sorted_plans
 from kproxy_core.linux import process
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
 from kproxy_core.linux.sockets import udp_destruction_problem
-from kproxy_core.model.address import Family, Protocol, format_address
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.maps import namespace_cookie

@@ -4,12 +4,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelObject, KernelSide, Question, Translation
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import (
+    Destination,
+    EndpointShare,
+    Fate,
+    HostError,
+    KernelObject,
+    KernelSide,
+    Origin,
+    Outcome,
+    Packet,
+    Protocol,
+    Question,
+    Translation,
+    family_of,
+    format_socket,
+    is_loopback,
+)
 from kproxy_core.linux.namespaces import in_network_namespaces
-from kproxy_core.model.address import Protocol, family_of, format_socket, is_loopback
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.batch import address_key, parse_endpoint, parse_frontend, parse_peer
 from kproxy_ebpf.kernel.maps import PinnedMaps

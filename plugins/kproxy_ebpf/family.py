@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from itertools import islice
 
-from kproxy_core.contract import Scope, SyncFailed, Update
-from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Family, Scope, ServicePlan, ServicePortKey, SyncFailed, Update
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Applied, Difference, compare, contents
 from kproxy_ebpf.kernel.maps import Kernel

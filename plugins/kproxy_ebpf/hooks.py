@@ -7,14 +7,14 @@ from kproxy_core.contract import (
     BackendSettings,
     Caveat,
     Description,
+    Destination,
     Detection,
     Leftovers,
+    Protocol,
     Trial,
     Update,
     hookimpl,
 )
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import Destination
 from kproxy_ebpf.names import MODE
 
 
@@ -23,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",

@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from kproxy_core.contract import Preview, Update
-from kproxy_core.model.address import format_address, format_socket
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Preview, ServicePlan, Update, format_address, format_socket
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, compare, contents
 from kproxy_ebpf.kernel.maps import pinned_maps

@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from kproxy_core.contract import Connections
-from kproxy_core.model.address import Family
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract import Connections, Family, Frontend
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import frontend_family, parse_counts, parse_endpoint, parse_frontend, split_pair
 from kproxy_ebpf.kernel.maps import pinned_maps

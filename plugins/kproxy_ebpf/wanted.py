@@ -7,10 +7,7 @@ of a connection is unknown at connect(), load balancer IPs with source ranges an
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Destination, NodeView, Protocol, ServicePlan
 from kproxy_ebpf.batch import (
     MASQUERADES_PODS,
     RESETS,

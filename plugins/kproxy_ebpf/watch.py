@@ -6,8 +6,7 @@ The kernel announces none of this, so a thread checks once a second. Only full s
 import threading
 from collections.abc import Callable, Iterable
 
-from kproxy_core.contract import Damage
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Damage, Family
 
 INTERVAL = 1.0
 """Interval in seconds between checks; each takes some 400 microseconds."""

@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import NodeView, ServicePlan, ServicePortKey
 from kproxy_iptables import names
 from kproxy_iptables.batch import References, Section
 from kproxy_iptables.names import FILTER, NAT

@@ -5,24 +5,26 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from kproxy_core.contract import (
+    Address,
     Backend,
     BackendSettings,
     Connections,
     Damage,
+    Family,
+    Frontend,
+    HostError,
     KernelSide,
     Measurement,
+    NodeView,
     Preview,
+    Protocol,
     Question,
     SyncFailed,
     SyncReport,
     Update,
     sync_family,
 )
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from kproxy_core.contract import BackendSettings, Caveat, Detection, Trial, Update
+from kproxy_core.contract import BackendSettings, Caveat, Detection, Family, Trial, Update
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import FeatureProbe, sysctl_finding
-from kproxy_core.model.address import Family
 from kproxy_iptables.settings import Settings, read_settings
 from kproxy_iptables.skeleton import serves_loopback
 from kproxy_xtables import requirements

@@ -5,10 +5,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from kproxy_core.contract import KernelSide, Question
-from kproxy_core.model.address import Address, Protocol, is_loopback, parse_address
-from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, kind_of
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract import (
+    Address,
+    EndpointShare,
+    Fate,
+    Frontend,
+    FrontendKind,
+    KernelSide,
+    Origin,
+    Outcome,
+    Protocol,
+    Question,
+    is_loopback,
+    kind_of,
+    parse_address,
+)
 from kproxy_iptables import kernel
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.settings import Settings

@@ -4,11 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from kproxy_core.contract import SyncReport, TrustLost
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import HostError, NodeView, ServicePlan, ServicePortKey, SyncReport, TrustLost
 from kproxy_iptables import batch, kernel
 from kproxy_iptables.applied import Applied, FullDifference, Plans, count_endpoints, owner_of
 from kproxy_iptables.kernel import enable_route_localnet, ensure_counters, read_facts

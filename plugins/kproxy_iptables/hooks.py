@@ -20,7 +20,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode="iptables",
         summary="the chains and rules of kube-proxy's iptables mode",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=50,
         fallback=("nftables", "userspace"),
         options=("localhostNodePorts", "syncPeriod"),

@@ -4,10 +4,8 @@ import errno
 import logging
 from pathlib import Path
 
-from kproxy_core.contract import SyncFailed
+from kproxy_core.contract import Address, HostError, SyncFailed, format_address
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, format_address
 from kproxy_core.netlink import messages as netlink
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_iptables import names

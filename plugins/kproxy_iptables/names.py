@@ -5,7 +5,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.contract import ServicePortKey
 
 FILTER, NAT, MANGLE = "filter", "nat", "mangle"
 

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from kproxy_core.contract import BackendSettings
-from kproxy_core.model.address import Family
+from kproxy_core.contract import BackendSettings, Family
 
 
 class Settings(NamedTuple):

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from kproxy_core.model.address import Family, format_address
-from kproxy_core.model.node import NodeView
+from kproxy_core.contract import Family, NodeView, format_address
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT
 from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump, mark_rules

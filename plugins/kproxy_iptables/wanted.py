@@ -10,11 +10,17 @@ from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.plan.shares import shares
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    Family,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    format_address,
+    format_socket,
+    shares,
+)
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, group_chain, service_chains
 from kproxy_iptables.skeleton import Facts

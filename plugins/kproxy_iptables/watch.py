@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Collection
 
-from kproxy_core.contract import Damage
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import Damage, Family, HostError
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.model.address import Family
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.watch import Change, ChangeKind, Commit, CommitWatch, generation

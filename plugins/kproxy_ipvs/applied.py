@@ -8,9 +8,15 @@ from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
-from kproxy_core.model.address import Address, Cidr, Protocol, format_address
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import (
+    Address,
+    Cidr,
+    Destination,
+    Protocol,
+    ServicePlan,
+    ServicePortKey,
+    format_address,
+)
 from kproxy_ipvs import names
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind

@@ -10,9 +10,13 @@ from kproxy_core.contract import (
     BackendSettings,
     Connections,
     Damage,
+    Family,
+    Frontend,
+    HostError,
     KernelSide,
     Measurement,
     Preview,
+    Protocol,
     Question,
     Scope,
     SyncFailed,
@@ -21,10 +25,7 @@ from kproxy_core.contract import (
     Update,
     sync_family,
 )
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
-from kproxy_core.model.address import Family, Protocol
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.kernel import device, requirements, sets

@@ -7,8 +7,15 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol, format_address, parse_address
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import (
+    FAMILY_BY_AF,
+    Address,
+    Destination,
+    Family,
+    Protocol,
+    format_address,
+    parse_address,
+)
 from kproxy_core.netlink.messages import (
     NFGENMSG,
     NLA_F_NESTED,

@@ -5,10 +5,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from kproxy_core.contract import Leftovers
+from kproxy_core.contract import Address, Cidr, Family, HostError, Leftovers
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Cidr, Family
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries, is_owned
 from kproxy_ipvs.batch import DeleteServer

@@ -5,14 +5,22 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
+from kproxy_core.contract import (
+    BackendSettings,
+    Caveat,
+    Detection,
+    Family,
+    HostError,
+    Protocol,
+    Requirement,
+    ServicePlan,
+    Trial,
+    Update,
+)
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints, sorted_plans
 from kproxy_core.linux import packages, programs
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules, kernel_version
 from kproxy_core.linux.trial import FeatureProbe, problem_of, sysctl_finding
-from kproxy_core.model.address import Family, Protocol
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.servers import try_server

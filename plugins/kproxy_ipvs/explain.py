@@ -3,11 +3,25 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelSide, Question, Translation
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import EndpointShare, Fate, FrontendKind, Origin, Outcome, Packet, kind_of
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    EndpointShare,
+    Family,
+    Fate,
+    Frontend,
+    FrontendKind,
+    KernelSide,
+    Origin,
+    Outcome,
+    Packet,
+    Protocol,
+    Question,
+    Translation,
+    format_address,
+    format_socket,
+    kind_of,
+)
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.kernel import connections, device, sets
 from kproxy_ipvs.kernel.servers import VirtualServers

@@ -5,12 +5,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from kproxy_core.contract import SyncReport, TrustLost
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family, format_socket
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    Family,
+    HostError,
+    NodeView,
+    ServicePlan,
+    ServicePortKey,
+    SyncReport,
+    TrustLost,
+    format_socket,
+)
 from kproxy_ipvs.applied import Applied, Difference, compare, foreign_servers
 from kproxy_ipvs.batch import Operation, PutDestination
 from kproxy_ipvs.batch import difference as rules_difference

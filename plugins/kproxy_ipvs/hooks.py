@@ -8,13 +8,13 @@ from kproxy_core.contract import (
     Caveat,
     Description,
     Detection,
+    HostError,
     Leftovers,
     SyncFailed,
     Trial,
     Update,
     hookimpl,
 )
-from kproxy_core.linux.errors import HostError
 
 
 @hookimpl
@@ -22,7 +22,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode="ipvs",
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=10,
         fallback="iptables",
         options=("scheduler", "excludeCIDRs", "strictARP", "tcpTimeout", "tcpFinTimeout", "udpTimeout"),

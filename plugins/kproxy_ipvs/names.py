@@ -3,7 +3,7 @@
 from itertools import chain
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.contract import Family, Protocol
 
 DEVICE = "kube-ipvs0"
 """The dummy interface that holds the addresses of all Services, which makes packets to them local."""

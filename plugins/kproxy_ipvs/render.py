@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.contract import Preview, Update
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.contract import Address, Family, Preview, Protocol, Update, format_address, format_socket
 from kproxy_ipvs import batch, names, skeleton
 from kproxy_ipvs.applied import Applied, Difference, compare, foreign_servers
 from kproxy_ipvs.batch import DeleteDestination, Operation, PutDestination, PutServer

@@ -14,14 +14,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
-from kproxy_core.contract import Leftovers
+from kproxy_core.contract import (
+    Address,
+    Cidr,
+    Destination,
+    Family,
+    Frontend,
+    HostError,
+    Leftovers,
+    Protocol,
+    format_address,
+    parse_address,
+)
 from kproxy_core.linux import conntrack, programs
 from kproxy_core.linux.addresses import default_source_address
 from kproxy_core.linux.conntrack import UdpFlow
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, RealServer

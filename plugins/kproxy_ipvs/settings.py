@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kproxy_core.contract import BackendSettings, InvalidOption
-from kproxy_core.model.address import Cidr, parse_cidr
+from kproxy_core.contract import BackendSettings, Cidr, InvalidOption, parse_cidr
 
 SCHEDULERS = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh")
 """The kernel's schedulers that can serve a Service."""

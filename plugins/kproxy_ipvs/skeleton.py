@@ -1,7 +1,6 @@
 """The constant iptables rules, as iptables-save prints them. They do not depend on Services. Pure."""
 
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.contract import Family, LocalSource, NodeView
 from kproxy_ipvs import names
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
 from kproxy_xtables.rules import NEW_CONNECTIONS, REJECT, ChainKey, Jump, from_pods, mark_rules

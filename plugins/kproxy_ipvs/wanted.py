@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.model.address import Address, Family, Protocol, format_address
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.plan.shares import Weights, shares
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    Family,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    Weights,
+    format_address,
+    shares,
+)
 from kproxy_ipvs import names
 from kproxy_ipvs.names import SetKind
 

@@ -3,10 +3,9 @@
 import struct
 from collections.abc import Iterable, Sequence
 
-from kproxy_core.contract import Damage
+from kproxy_core.contract import FAMILY_BY_AF, Address, Damage, Family, format_address
 from kproxy_core.linux import addresses
 from kproxy_core.linux.errors import doing
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, format_address
 from kproxy_core.netlink.messages import NETLINK_ROUTE, attributes, messages, text
 from kproxy_core.netlink.sockets import NetlinkSocket, NotificationThread
 from kproxy_ipvs.family import FamilyState

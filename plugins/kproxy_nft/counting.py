@@ -8,9 +8,7 @@ rules and processes.
 import struct
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.contract import Connections
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import Address, Connections, Destination, Family, Frontend, Protocol
 from kproxy_core.nft.elements import Element
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.objects import Chain, Container, Hook, Layout, Object, Table
@@ -33,7 +31,6 @@ from kproxy_core.nft.rules import (
     original_destination,
     update,
 )
-from kproxy_core.plan.service_plan import Frontend
 
 CONNECTIONS = "connections"
 """Set of pairs of frontend and endpoint."""

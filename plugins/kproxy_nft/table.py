@@ -1,28 +1,26 @@
 """A separate table that counts connections, for modes whose rules cannot."""
 
-import errno
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
-from kproxy_core.contract import Connections, Leftovers, Scope, Update
+from kproxy_core.contract import (
+    Connections,
+    Family,
+    Frontend,
+    HostError,
+    Leftovers,
+    Scope,
+    ServicePortKey,
+    Update,
+)
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.rulesets import ruleset, table_exists
-from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.netlink.messages import payload, text_attribute
-from kproxy_core.nft.messages import GETSETELEM, TABLE_NAME
 from kproxy_core.nft.objects import Table
 from kproxy_core.nft.transaction import RulesetSocket
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
-from kproxy_nft.elements import complete, parse_counters
 
 log = logging.getLogger("kproxy.nft")
-
-_SET_NAME = 2
 
 
 class Counting:
@@ -79,19 +77,10 @@ class Counting:
         """Return the counts of *family*; none without the table. Raises HostError."""
         found: list[Connections] = []
         table = counting.counting_table(family, ipvs=self._ipvs)
-        try:
-            with ruleset(f"read table {table.where}") as connection:
-                for name in (counting.CONNECTIONS, counting.REJECTED):
-                    container = payload(
-                        family, text_attribute(TABLE_NAME, table.name),
-                        text_attribute(_SET_NAME, name))
-                    counted = connection.socket.dump(
-                        GETSETELEM, container, partial(complete, parse_counters))
-                    found += counting.connections(family, counted.items())
-        except HostError as error:
-            if error.errno == errno.ENOENT:
-                return []
-            raise
+        with ruleset(f"read table {table.where}") as connection:
+            for name in (counting.CONNECTIONS, counting.REJECTED):
+                counted = connection.packets(family, table.name, name)
+                found += counting.connections(family, counted.items())
         return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
 
     def _complete(self, family: Family) -> None:

@@ -6,29 +6,20 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.contract import Destination, ServicePlan, ServicePortKey
+from kproxy_core.nft.elements import Data, Found, PlainElement
 from kproxy_core.nft.objects import Object
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 from kproxy_nftables.skeleton import owned_objects
-from kproxy_nftables.wanted import (
-    Element,
-    Slot,
-    Value,
-    elements,
-    endpoint_key,
-    index,
-    parse_destination,
-    shared_elements,
-)
+from kproxy_nftables.wanted import Slot, elements, endpoint_key, index, parse_destination, shared_elements
 
 Slots = tuple[Destination, ...]
 """Endpoints in the order of their indices; those with a weight at several."""
 
-_Values = dict[tuple[str, bytes], Value]
-"""Values of elements by container and key."""
+_Data = dict[tuple[str, bytes], Data]
+"""Data of elements by container and key."""
 
-Contents = dict[str, dict[bytes, Value]]
+Contents = dict[str, dict[bytes, Found]]
 """Elements by container, as read from the kernel."""
 
 _ABSENT = object()
@@ -47,14 +38,14 @@ class Held(NamedTuple):
 class Difference(Struct):
     """Changes to write to the kernel, and the state that is acknowledged after them."""
 
-    deletes: list[Element] = field(default_factory=list)
-    adds: list[Element] = field(default_factory=list)
+    deletes: list[PlainElement] = field(default_factory=list)
+    adds: list[PlainElement] = field(default_factory=list)
     owned: dict[str, Object] = field(default_factory=dict)
     """Owned objects to create or rewrite, by name."""
     disowned: dict[str, Object] = field(default_factory=dict)
     """Owned objects that are no longer referenced afterwards."""
     held: dict[ServicePortKey, Held | None] = field(default_factory=dict)
-    counts: dict[Element, int] = field(default_factory=dict)
+    counts: dict[PlainElement, int] = field(default_factory=dict)
     """New owner counts of shared elements."""
 
 
@@ -63,7 +54,7 @@ class Applied:
 
     def __init__(self) -> None:
         self.held: dict[ServicePortKey, Held] = {}
-        self.shared: dict[Element, int] = {}
+        self.shared: dict[PlainElement, int] = {}
         """Elements that several service ports may share, with the number of owners."""
 
     def put(self, key: ServicePortKey, held: Held) -> None:
@@ -72,13 +63,13 @@ class Applied:
         for element in shared_elements(held.plan):
             self.shared[element] = self.shared.get(element, 0) + 1
 
-    def fill(self, plans: Mapping[ServicePortKey, ServicePlan], size: int) -> Iterator[list[Element]]:
+    def fill(self, plans: Mapping[ServicePortKey, ServicePlan], size: int) -> Iterator[list[PlainElement]]:
         """Put *plans*, each with its endpoints in their order. Yield all elements in lists of about *size*.
 
         A service port is not split. The elements of a large cluster take more memory than its plans, and the
         kernel can process a list while the next one is made.
         """
-        part: list[Element] = []
+        part: list[PlainElement] = []
         for key, plan in plans.items():
             held = hold(plan, None)
             self.put(key, held)
@@ -139,7 +130,7 @@ class Applied:
                 self.shared.pop(element, None)
 
 
-def held_elements(held: Held) -> list[Element]:
+def held_elements(held: Held) -> list[PlainElement]:
     """Return the elements that belong to this service port alone."""
     return elements(held.plan, enumerate(held.cluster), enumerate(held.local))
 
@@ -211,7 +202,7 @@ def _reorder(old: Slots, gone: Set[Destination], new: Sequence[Destination], wan
     return wanted if arranged == wanted else arranged
 
 
-def _differing(old: Held | None, new: Held | None) -> tuple[_Values, _Values]:
+def _differing(old: Held | None, new: Held | None) -> tuple[_Data, _Data]:
     """Return the elements of both; if the frontends are the same, without those of equal slots.
 
     The cost is that of the differences: a Service may have thousands of endpoints.
@@ -224,7 +215,7 @@ def _differing(old: Held | None, new: Held | None) -> tuple[_Values, _Values]:
     return dict_of(before), dict_of(after)
 
 
-def _values(held: Held | None) -> _Values:
+def _values(held: Held | None) -> _Data:
     return dict_of(held_elements(held)) if held is not None else {}
 
 
@@ -250,12 +241,12 @@ def _at(slots: Slots, indices: Iterable[int]) -> list[Slot]:
     return [(at, slots[at]) for at in indices if at < len(slots)]
 
 
-def dict_of(items: Iterable[Element]) -> _Values:
+def dict_of(items: Iterable[PlainElement]) -> _Data:
     return {(container, key): value for container, key, value in items}
 
 
 def _compare(
-    before: Mapping[tuple[str, bytes], Value], after: Mapping[tuple[str, bytes], Value], result: Difference
+    before: _Data, after: _Data, result: Difference
 ) -> None:
     for at, value in after.items():
         if at not in before:
@@ -267,15 +258,15 @@ def _compare(
 
 
 def compare(
-    plans: Mapping[ServicePortKey, ServicePlan], others: Iterable[Element], actual: Contents
-) -> tuple[Applied, list[Element], list[Element]]:
+    plans: Mapping[ServicePortKey, ServicePlan], others: Iterable[PlainElement], actual: Contents
+) -> tuple[Applied, list[PlainElement], list[PlainElement]]:
     """Return the state to write, and the (deletes, adds) that turn *actual* into it. Consumes *actual*.
 
     *others* are elements that belong to no plan. Endpoints stay at the indices that they have in *actual*.
     """
     applied = Applied()
-    deletes: list[Element] = []
-    adds: list[Element] = []
+    deletes: list[PlainElement] = []
+    adds: list[PlainElement] = []
     for key, plan in plans.items():
         held = hold(plan, None)
         if not _take(held_elements(held), actual):
@@ -288,7 +279,7 @@ def compare(
     return applied, deletes, adds
 
 
-def _take(wanted: Sequence[Element], actual: Contents) -> bool:
+def _take(wanted: Sequence[PlainElement], actual: Contents) -> bool:
     """Remove *wanted* from *actual* if all exist with their values."""
     for container, key, value in wanted:
         if actual[container].get(key, _ABSENT) != value:
@@ -299,7 +290,7 @@ def _take(wanted: Sequence[Element], actual: Contents) -> bool:
 
 
 def _replace(
-    wanted: Iterable[Element], actual: Contents, deletes: list[Element], adds: list[Element]
+    wanted: Iterable[PlainElement], actual: Contents, deletes: list[PlainElement], adds: list[PlainElement]
 ) -> None:
     """Remove the keys of *wanted* from *actual*. Append to *deletes* and *adds* where the values differ."""
     for element in wanted:
@@ -337,7 +328,7 @@ def _frontends(plan: ServicePlan) -> Iterator[tuple[names.FrontendMaps, bytes, b
         yield names.NODE_PORT_MAPS, endpoint_key(b"", plan.node_port), False
 
 
-def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:
+def _indexed(contents: Mapping[bytes, Found], frontend: bytes) -> Slots:
     """Return the endpoints of *frontend* at indices 0, 1, ... up to the first gap."""
     found: list[Destination] = []
     while isinstance(value := contents.get(frontend + index(len(found))), bytes):

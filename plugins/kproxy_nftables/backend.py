@@ -9,10 +9,13 @@ from kproxy_core.contract import (
     BackendSettings,
     Connections,
     Damage,
+    Family,
+    Frontend,
     IsRemoved,
     KernelSide,
     Measurement,
     Preview,
+    Protocol,
     Question,
     SyncFailed,
     SyncReport,
@@ -21,10 +24,8 @@ from kproxy_core.contract import (
     sync_family,
 )
 from kproxy_core.linux import process
-from kproxy_core.model.address import Family, Protocol
 from kproxy_core.netlink.messages import TooLong
 from kproxy_core.nft.watch import CommitWatch
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 from kproxy_nftables.detect import FLOW_OFFLOAD, PERMISSION, can_own, lacking
 from kproxy_nftables.family import FamilyState

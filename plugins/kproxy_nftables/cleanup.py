@@ -1,7 +1,6 @@
 """Removal of every trace of the mode: our tables, and those of kube-proxy's nftables mode."""
 
-from kproxy_core.contract import BackendError, Leftovers
-from kproxy_core.model.address import Family
+from kproxy_core.contract import BackendError, Family, Leftovers
 from kproxy_core.nft.objects import Table
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import TABLE

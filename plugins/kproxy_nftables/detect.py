@@ -7,13 +7,26 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, SyncFailed, Trial, Update
+from kproxy_core.contract import (
+    HASH_SEED,
+    BackendSettings,
+    Caveat,
+    Cidr,
+    Detection,
+    Family,
+    LocalSource,
+    NodeView,
+    Protocol,
+    Requirement,
+    SyncFailed,
+    Trial,
+    Update,
+    parse_cidr,
+)
 from kproxy_core.contract.caveats import of_node_ports, of_removed_endpoints
 from kproxy_core.linux import process
 from kproxy_core.linux.modules import Modules, kernel_version
 from kproxy_core.linux.trial import FeatureProbe
-from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
-from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.objects import DORMANT, OWNER, PERSIST, Chain, Container, Flowtable, Hook, Object, Table
 from kproxy_core.nft.rules import (
@@ -40,7 +53,6 @@ from kproxy_core.nft.rules import (
     source_address,
     vmap,
 )
-from kproxy_core.plan.hashing import SEED
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
@@ -137,7 +149,7 @@ FLOW_OFFLOAD = Feature(
 
 
 HASH = Feature("choice of an endpoint by jhash", ("nft_hash",), lambda family: _choice(
-    family, hashed((source_address(family),), 2, SEED)))
+    family, hashed((source_address(family),), 2, HASH_SEED)))
 """Needed by Services with the annotation ``kproxy.dev/hash`` only."""
 
 

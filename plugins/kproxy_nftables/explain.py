@@ -5,22 +5,32 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract import BackendError, KernelObject, KernelSide, Question
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import (
+    Address,
+    BackendError,
+    Family,
+    Frontend,
+    HostError,
+    KernelObject,
+    KernelSide,
+    NodeView,
+    Protocol,
+    Question,
+    ServicePlan,
+    parse_address,
+)
 from kproxy_core.linux.libnftables import Crashed, list_table
-from kproxy_core.model.address import Address, Family, Protocol, parse_address
-from kproxy_core.model.node import NodeView
+from kproxy_core.nft.elements import Data, Found
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.objects import Chain
-from kproxy_core.nft.rules import Rule, rule_text
-from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.nft.rules import NF_DROP, NFT_GOTO, Rule, Verdict, rule_text
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS, parse_template
 from kproxy_nftables.settings import Settings
 from kproxy_nftables.skeleton import all_owned
 from kproxy_nftables.walk import TableView, walk
-from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, port_key, shared_elements
+from kproxy_nftables.wanted import elements, node_elements, parse_port_key, port_key, shared_elements
 
 # kube-proxy's table as nft prints it; see docs/design/behaviour/nftables.md. Pure.
 
@@ -41,7 +51,7 @@ class KubeProxyTable(TableView):
         super().__init__(rules)
         self._elements = {name: dict(_elements(body)) for name, body in _CONTAINER.findall(text)}
 
-    def find(self, container: str, key: bytes) -> Value:
+    def find(self, container: str, key: bytes) -> Found:
         return self._elements[container][key]
 
     def keys(self, containers: Sequence[str]) -> Iterator[bytes]:
@@ -49,13 +59,18 @@ class KubeProxyTable(TableView):
         return chain.from_iterable(self._elements.get(name, ()) for name in containers)
 
 
-def _elements(body: str) -> Iterator[tuple[bytes, Value]]:
+def _elements(body: str) -> Iterator[tuple[bytes, Data]]:
     """Yield the keys and values of a set or a map, from the lines that describe it."""
     found = _ELEMENTS.search(body)
     for element in _ASIDE.sub("", found[1]).split(",") if found else ():
         key, _, value = element.strip().partition(" : ")
         if key:
-            yield _key(key.split(" . ")), value or None
+            yield _key(key.split(" . ")), _verdict(value) if value else None
+
+
+def _verdict(text: str) -> Verdict:
+    word, _, chain = text.partition(" ")
+    return Verdict(NFT_GOTO, chain) if word == "goto" else Verdict(NF_DROP)
 
 
 def _key(parts: Sequence[str]) -> bytes:
@@ -117,13 +132,13 @@ class _InKernel(TableView):
         self._family = family
         self._whole = len(questions) > _FEW
         """Read all elements of a container with the first."""
-        self._elements: dict[str, dict[bytes, Value]] = {}
+        self._elements: dict[str, dict[bytes, Found]] = {}
         held = kernel.held(family, ())
         if held is None:
             raise BackendError(f"neither table {family.ip} {TABLE} nor {family.ip} {KUBE_PROXY_TABLE} exists")
         super().__init__(_texts(held, questions))
 
-    def find(self, container: str, key: bytes) -> Value:
+    def find(self, container: str, key: bytes) -> Found:
         if not self._whole or container == SERVICE_CIDRS:
             return self._kernel.element(self._family, container, key)
         if container not in self._elements:
@@ -148,7 +163,7 @@ class _Written(TableView):
             wanted += shared_elements(one)
         self._elements = {(container, key): value for container, key, value in wanted}
 
-    def find(self, container: str, key: bytes) -> Value:
+    def find(self, container: str, key: bytes) -> Found:
         if container == SERVICE_CIDRS and any(Address(key) in cidr for cidr in self._service_cidrs):
             return None
         return self._elements[container, key]

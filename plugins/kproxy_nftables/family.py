@@ -4,14 +4,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from kproxy_core.contract import SyncFailed, SyncReport, TrustLost
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.contract import (
+    Family,
+    NodeView,
+    ServicePlan,
+    ServicePortKey,
+    SyncFailed,
+    SyncReport,
+    TrustLost,
+)
+from kproxy_core.nft.elements import PlainElement
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.objects import Layout, Leftover, Object
+from kproxy_core.nft.rules import Verdict
 from kproxy_core.nft.transaction import (
+    MOST_ELEMENTS,
     Replacement,
     constants,
     count_changes,
@@ -19,16 +27,14 @@ from kproxy_core.nft.transaction import (
     replacement,
     unwanted,
 )
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare
-from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.detect import HASH, lacking
 from kproxy_nftables.kernel import Busy, ForeignOwner, Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.settings import FLOWTABLE, Settings
 from kproxy_nftables.skeleton import affinity_maps, all_owned
-from kproxy_nftables.wanted import Element, node_elements
+from kproxy_nftables.wanted import node_elements
 
 log = logging.getLogger("kproxy.nftables")
 
@@ -89,7 +95,7 @@ class FamilyState:
         if before is None:
             raise TrustLost("the table has not been read yet")
         changes = self._applied.difference(changed)
-        templates = skeleton.templates_behind(v for _, _, v in changes.adds if isinstance(v, str))
+        templates = skeleton.templates_behind(v for _, _, v in changes.adds if isinstance(v, Verdict))
         self._try_hash(templates)
         commands = self._rules_change(before, node, templates, changes)
         deletes, adds = changes.deletes, changes.adds
@@ -170,8 +176,8 @@ class FamilyState:
         if held is not None:
             self._kernel.check_owner(self._family, held)
         commands = difference(self._table, layout, held)
-        deletes: list[Element] = []
-        adds: list[Element] = []
+        deletes: list[PlainElement] = []
+        adds: list[PlainElement] = []
         applied = None
         if held is not None and not count_changes(self._table, commands, held):
             applied = self._as_filled(node, plans)
@@ -260,7 +266,7 @@ class FamilyState:
                 "option": FLOWTABLE, "devices": ",".join(sorted(missing)), "family": self._family.label}})
 
     def _write(
-        self, commands: Sequence[Command], deletes: Sequence[Element], adds: Sequence[Element],
+        self, commands: Sequence[Command], deletes: Sequence[PlainElement], adds: Sequence[PlainElement],
         pinned: Pinned,
     ) -> None:  # fmt: skip
         """Run *commands*, write elements, and unpin clients from endpoints outside *pinned*, all at once."""
@@ -275,9 +281,9 @@ class FamilyState:
         # A client may have been pinned between the read and the commit.
         self._kernel.write(self._family, self._outdated_clients(pinned), ())
 
-    def _outdated_clients(self, pinned: Pinned) -> list[Element]:
+    def _outdated_clients(self, pinned: Pinned) -> list[PlainElement]:
         return [
-            (container, client, where)
+            (container, client, None)
             for container, allowed in pinned.items()
             for client, where in self._kernel.elements(self._family, container).items()
             if where not in allowed

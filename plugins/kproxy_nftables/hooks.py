@@ -21,7 +21,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode="nftables",
         summary="constant nf_tables rules, services in map elements",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=100,
         default_node_port_addresses=("primary",),
         fallback=("iptables", "userspace"),

@@ -3,31 +3,30 @@
 import errno
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
-from kproxy_core.contract import SyncFailed, TrustLost
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import Family, HostError, SyncFailed, TrustLost
 from kproxy_core.linux.rulesets import table_exists
-from kproxy_core.model.address import Family
-from kproxy_core.netlink import messages as netlink
-from kproxy_core.netlink.messages import payload
+from kproxy_core.netlink.messages import NetlinkRequest
 from kproxy_core.netlink.sockets import RequestError
+from kproxy_core.nft.elements import Found, PlainElement
 from kproxy_core.nft.listing import HeldTable
-from kproxy_core.nft.messages import GETTABLE, TABLE_NAME, TABLE_OWNER, Command, transaction
-from kproxy_core.nft.transaction import RulesetSocket, TransactionRefused, Writer
+from kproxy_core.nft.messages import Command, transaction
+from kproxy_core.nft.objects import Table
+from kproxy_core.nft.transaction import (
+    MOST_ELEMENTS,
+    RulesetSocket,
+    TransactionRefused,
+    Writer,
+    element_changes,
+)
 from kproxy_core.nft.watch import generation
-from kproxy_nft.elements import complete, parse_counters
-from kproxy_nftables import batch
-from kproxy_nftables.names import TABLE
-from kproxy_nftables.wanted import Element, Value
-
-T = TypeVar("T")
+from kproxy_nftables.names import RANKS, TABLE
 
 _STALE = {errno.ENOENT, errno.EEXIST, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
 """Errors besides EBUSY which mean that the kernel's state is not the acknowledged one."""
@@ -78,7 +77,7 @@ class Kernel:
             self._connection().check(commands)
 
     def write(
-        self, family: Family, deletes: Sequence[Element], adds: Sequence[Element],
+        self, family: Family, deletes: Sequence[PlainElement], adds: Sequence[PlainElement],
         commands: Sequence[Command] = (), *, whole: bool = False,
     ) -> None:
         """Run *commands*, then delete and add elements, in one transaction.
@@ -87,9 +86,9 @@ class Kernel:
         TrustLost if an element was not as expected, SyncFailed for other reasons.
         """
         connection = self._writing()
-        most = len(deletes) + len(adds) if whole else batch.MOST_ELEMENTS
+        most = len(deletes) + len(adds) if whole else MOST_ELEMENTS
         limit = connection.socket.send_limit - sum(len(command.request.payload) + 16 for command in commands)
-        parts = batch.requests(family, deletes, adds, limit, most)
+        parts = _changes(family, deletes, adds, limit, most)
         with self._failures_named():
             for written, part in enumerate(parts):
                 try:
@@ -101,7 +100,7 @@ class Kernel:
                     raise
 
     def fill(
-        self, family: Family, parts: Iterable[Sequence[Element]], commands: Sequence[Command]
+        self, family: Family, parts: Iterable[Sequence[PlainElement]], commands: Sequence[Command]
     ) -> int:
         """Run *commands*, then add elements that the kernel does not hold, in transactions for each part.
 
@@ -115,7 +114,7 @@ class Kernel:
         with self._failures_named(), ThreadPoolExecutor(max_workers=1) as writer:
             for part in parts:
                 added += len(part)
-                for requests in batch.requests(family, (), part, limit, batch.MOST_ELEMENTS):
+                for requests in _changes(family, (), part, limit):
                     if not requests and not commands:
                         continue
                     data = connection.encode(commands, requests)
@@ -133,7 +132,7 @@ class Kernel:
             return self._connection().counts(family, TABLE)
 
     def holds_only(
-        self, family: Family, parts: Iterable[Sequence[Element]], counts: Mapping[str, int]
+        self, family: Family, parts: Iterable[Sequence[PlainElement]], counts: Mapping[str, int]
     ) -> bool:
         """Return whether the kernel holds exactly the elements of all *parts*, by their *counts*.
 
@@ -143,14 +142,14 @@ class Kernel:
         """
         generation, sock = self.generation(), self._connection().socket
         others = Counter(counts)
-        before: Sequence[Element] = ()
+        before: Sequence[PlainElement] = ()
         checked: Future[list[RequestError]] | None = None
         with self._failures_named(), ThreadPoolExecutor(max_workers=1) as checker:
             for part in chain(parts, [()]):
                 others.subtract(container for container, _, _ in part)
                 # Not both of one part: the addition would not find the deleted elements.
                 most = len(before) + len(part)
-                for requests in batch.requests(family, before, part, sock.send_limit, most):
+                for requests in _changes(family, before, part, sock.send_limit, most):
                     if not requests:
                         continue
                     data = transaction(requests, commit=False)
@@ -162,28 +161,20 @@ class Kernel:
                 return False
         return not any(others.values()) and self.generation() == generation
 
-    def elements(self, family: Family, container: str) -> dict[bytes, Value]:
+    def elements(self, family: Family, container: str) -> dict[bytes, Found]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""
-        collect = partial(complete, batch.parse_elements)
-        return self._dump(batch.GETSETELEM, family, batch.element_list(container), collect) or {}
+        with self._failures_named():
+            return self._connection().plain_elements(family, TABLE, container)
 
     def counters(self, family: Family, container: str) -> dict[bytes, int]:
         """Return the counted packets of each element of a set; none if it does not exist."""
-        collect = partial(complete, parse_counters)
-        return self._dump(batch.GETSETELEM, family, batch.element_list(container), collect) or {}
-
-    def element(self, family: Family, container: str, key: bytes) -> Value:
-        """Return the value of one element of a map. Raises KeyError if it does not exist."""
-        asked = payload(family, batch.one_element(container, key))
         with self._failures_named():
-            try:
-                found = self._connection().socket.request(batch.GETSETELEM, 0, asked)
-            except FileNotFoundError as error:
-                raise KeyError(key) from error
-        for data, start, end in found:
-            for _, value in batch.parse_elements(data, start + netlink.NFGENMSG.size, end):
-                return value
-        raise KeyError(key)
+            return self._connection().packets(family, TABLE, container)
+
+    def element(self, family: Family, container: str, key: bytes) -> Found:
+        """Return what is found at a key of a map. Raises KeyError if it does not exist."""
+        with self._failures_named():
+            return self._connection().element(family, TABLE, container, key)
 
     def holds(self, family: Family, container: str, key: bytes) -> bool:
         """Return whether a map has an element."""
@@ -225,25 +216,13 @@ class Kernel:
     def _foreign_owner(self, refused: TransactionRefused) -> str:
         """Describe the foreign owner of our table that *refused* names; "" if it has none."""
         for family in Family:
-            for data, start, end in self._dump(GETTABLE, family, b"", list) or ():
-                found = netlink.attributes(data, start + netlink.NFGENMSG.size, end)
-                port = int.from_bytes(found.get(TABLE_OWNER, b""), "big")
-                name = netlink.text(found.get(TABLE_NAME, b""))
-                if name != TABLE or f" {family.ip} {TABLE}" not in str(refused):
-                    continue
-                if port and port not in self.own_ports:
-                    return _owned(family, port)
+            if f" {family.ip} {TABLE}" not in str(refused):
+                continue
+            with self._failures_named():
+                found = self._connection().tables(family).get(TABLE)
+            if found is not None and found.owner and found.owner not in self.own_ports:
+                return _owned(family, found.owner)
         return ""
-
-    def _dump(
-        self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[netlink.Span]], T]
-    ) -> T | None:
-        """Return *collect*'s result for the answers to a request; None if its subject does not exist."""
-        with self._failures_named():
-            try:
-                return self._connection().socket.dump(kind, payload(family, of), collect)
-            except FileNotFoundError:
-                return None
 
     def _connection(self) -> RulesetSocket:
         if self._opened is None:
@@ -271,6 +250,13 @@ class Kernel:
             raise _kind(refused.errno)(str(refused)) from refused
         except OSError as error:
             raise _failure(error) from error
+
+
+def _changes(
+    family: Family, deletes: Sequence[PlainElement], adds: Sequence[PlainElement], limit: int,
+    most: int = MOST_ELEMENTS,
+) -> Iterator[list[NetlinkRequest]]:
+    return element_changes(Table(family, TABLE), deletes, adds, limit=limit, most=most, ranks=RANKS)
 
 
 def _failure(error: OSError) -> SyncFailed:

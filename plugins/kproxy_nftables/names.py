@@ -10,9 +10,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Protocol
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.hashing import HashBy
+from kproxy_core.contract import HashBy, Protocol, ServicePortKey
+from kproxy_core.nft.rules import NF_DROP, NFT_GOTO, Verdict
 
 TABLE = "kproxy"
 
@@ -75,12 +74,15 @@ ELEMENT_CONTAINERS = (
 )  # fmt: skip
 """Containers whose elements are compared and written one by one."""
 
+RANKS = {CLUSTER_IPS: 2} | dict.fromkeys(VERDICT_MAPS, 1)
+"""Containers whose elements must not exist before those of containers of a lower rank, 0 by default."""
+
 REJECT = "reject-traffic"
 ADMITTED = "admitted"
 
 # Verdicts, as values of verdict maps.
-GOTO_REJECT = f"goto {REJECT}"
-DROP = "drop"
+GOTO_REJECT = Verdict(NFT_GOTO, REJECT)
+DROP = Verdict(NF_DROP)
 
 _TEMPLATE = re.compile(
     r"(tcp|udp|sctp)-(nodeport-)?(cluster|local|external|external-local|short-circuit)-(\d+)(?:-(\d+))?(-sticky)?"
@@ -130,8 +132,8 @@ def parse_template(chain: str) -> Template | None:
 def goto_template(
     protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool,
     hash_by: HashBy = "",
-) -> str:
-    return f"goto {Template(protocol, policy, cluster, local, sticky, node_port, hash_by).name}"
+) -> Verdict:
+    return Verdict(NFT_GOTO, Template(protocol, policy, cluster, local, sticky, node_port, hash_by).name)
 
 
 _LEFT = re.compile(r"(affinity|endpoints|pin|ranges|record)-.*|record|filter-(input|postrouting)")

@@ -3,8 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple, Self
 
-from kproxy_core.contract import BackendSettings, InvalidOption
-from kproxy_core.model.node import is_interface_name
+from kproxy_core.contract import BackendSettings, InvalidOption, is_interface_name
 
 FLOWTABLE = "kproxy.backendOptions.nftables.flowtable"
 

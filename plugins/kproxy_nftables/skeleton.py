@@ -2,9 +2,16 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from kproxy_core.model.address import Family, Protocol, outermost
-from kproxy_core.model.node import LocalSource, NodeView
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import (
+    HASH_SEED,
+    Destination,
+    Family,
+    LocalSource,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    outermost,
+)
 from kproxy_core.nft import objects
 from kproxy_core.nft.objects import Chain, Container, Flowtable, Hook, Layout, Object
 from kproxy_core.nft.rules import (
@@ -26,6 +33,7 @@ from kproxy_core.nft.rules import (
     Key,
     Rule,
     Statement,
+    Verdict,
     among,
     count,
     ct_state,
@@ -51,8 +59,6 @@ from kproxy_core.nft.rules import (
     update,
     vmap,
 )
-from kproxy_core.plan.hashing import SEED
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADMITTED, TABLE, Template
@@ -145,9 +151,9 @@ def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
     return templates_behind(verdict for plan in plans for verdict in verdicts(plan))
 
 
-def templates_behind(verdicts: Iterable[str]) -> set[Template]:
+def templates_behind(verdicts: Iterable[Verdict]) -> set[Template]:
     """Return the templates that are reachable from *verdicts*."""
-    found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
+    found = (names.parse_template(verdict.chain) for verdict in set(verdicts))
     return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 
@@ -307,7 +313,7 @@ def _number(template: Template, family: Family, settings: Settings) -> Field:
     if not template.hash_by or slots == 1 or settings.without_hash:
         return random_number(slots)
     port = (SOURCE_PORT_OF[template.protocol],) if template.hash_by == "flow" else ()
-    return hashed((source_address(family), *port), slots, SEED)
+    return hashed((source_address(family), *port), slots, HASH_SEED)
 
 
 def _from_pods(source: LocalSource, family: Family, *, negate: bool = False) -> Statement:

@@ -10,14 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kproxy_core.contract import KernelObject, KernelSide
-from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    EndpointShare,
+    Fate,
+    KernelObject,
+    KernelSide,
+    NodeView,
+    Origin,
+    Outcome,
+    Packet,
+    format_address,
+    format_socket,
+    is_own,
+    parse_address,
+    parse_network,
+)
+from kproxy_core.nft.elements import Element, Found
+from kproxy_core.nft.rules import Verdict
 from kproxy_nft.counting import CONNECTIONS
 from kproxy_nftables import names
-from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
+from kproxy_nftables.wanted import endpoint_key, index, parse_destination, port_key, vip_key
 
 
 class TableView(abc.ABC):
@@ -32,14 +46,14 @@ class TableView(abc.ABC):
         return self._rules.get(chain, ())
 
     @abc.abstractmethod
-    def find(self, container: str, key: bytes) -> Value:
-        """Return the value of an element, None in a set. Raises KeyError.
+    def find(self, container: str, key: bytes) -> Found:
+        """Return what is found at a key, None in a set. Raises KeyError.
 
         An address is found in the set of the ClusterIPs' networks if one of these has it.
         """
 
-    def get(self, container: str, key: bytes) -> Value:
-        """Return the value of a map's element; None without it."""
+    def get(self, container: str, key: bytes) -> Found:
+        """Return what is found at a key of a map; None without it."""
         try:
             return self.find(container, key)
         except KeyError:
@@ -171,12 +185,15 @@ class _Walk:
             key = vip_key(packet.destination, packet.protocol, packet.port)
             text = f"{format_address(packet.destination)} . "
         verdict = self._table.get(container, key)
-        if not isinstance(verdict, str):
+        text += f"{packet.protocol.name.lower()} . {packet.port}"
+        if isinstance(verdict, Element):
+            self._strange = self._strange or text
+            self._met(KernelObject(f"map {container}", f"{text}  (not understood)"))
+        if not isinstance(verdict, Verdict):
             return False
         self._met(shown)
-        text += f"{packet.protocol.name.lower()} . {packet.port}"
-        self._met(KernelObject(f"map {container}", f"{text} : {verdict}"))
-        return _verdict(verdict)
+        self._met(KernelObject(f"map {container}", f"{text} : {verdict.text}"))
+        return _verdict(verdict.text)
 
     def _destination_in(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         address, container = self._packet.destination, found["set"]

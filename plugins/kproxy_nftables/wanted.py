@@ -1,20 +1,16 @@
 """The elements of maps and sets for a service plan. Pure.
 
-An element is ``(container, key, value)``. Key and data value have the kernel's format: each field padded to 4
-bytes, addresses and ports big-endian, the index in host order. A verdict is text; a set's value is None.
+Keys and data have the kernel's format: each field padded to 4 bytes, addresses and ports big-endian, the
+index in host order.
 """
 
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.contract import Address, Destination, NodeView, Protocol, ServicePlan
+from kproxy_core.nft.elements import PlainElement
+from kproxy_core.nft.rules import NFT_GOTO, NFT_JUMP, Verdict
 from kproxy_nftables import names
-
-Value = bytes | str | None
-Element = tuple[str, bytes, Value]
 
 Slot = tuple[int, Destination]
 """An endpoint with its index, or one of its indices."""
@@ -54,22 +50,22 @@ def parse_destination(value: bytes) -> Destination:
     return Destination(Address(value[:-4]), _PORT.unpack(value[-4:])[0])
 
 
-def shared_elements(plan: ServicePlan) -> list[Element]:
+def shared_elements(plan: ServicePlan) -> list[PlainElement]:
     """Return the elements that several service ports may share; `Applied` counts their owners."""
-    wanted: list[Element] = []
+    wanted: list[PlainElement] = []
     if plan.cluster_ip is not None:
         wanted.append((names.CLUSTER_IPS, plan.cluster_ip, None))
     wanted += [(names.HAIRPINS, address + address, None) for address in plan.hairpins]
     return wanted
 
 
-def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[Element]:
+def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[PlainElement]:
     """Return the elements that belong to this service port alone.
 
     *cluster* and *local* are the plan's slots with their indices: all, or those to write. The data of an
     endpoint is ``address . port``.
     """
-    wanted: list[Element] = []
+    wanted: list[PlainElement] = []
     protocol = plan.key.protocol
     pack = _PORT.pack
     cluster_values = [(index(at), address + pack(port)) for at, (address, port) in cluster]
@@ -93,7 +89,7 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
             key = vip_key(address, protocol, plan.port)
             frontend = endpoint_key(address, plan.port)
             if plan.source_ranges and address in plan.load_balancer_ips:
-                wanted.append((names.VIPS, key, f"goto {ranges_chain(plan)}"))
+                wanted.append((names.VIPS, key, Verdict(NFT_GOTO, ranges_chain(plan))))
                 wanted.append((names.ADMITTED_VIPS, key, verdict))
             else:
                 wanted.append((names.VIPS, key, verdict))
@@ -115,7 +111,7 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
     return wanted
 
 
-def node_elements(node: NodeView) -> list[Element]:
+def node_elements(node: NodeView) -> list[PlainElement]:
     return [(names.NODE_IPS, address, None) for address in node.node_port_addresses]
 
 
@@ -124,12 +120,15 @@ def index(at: int) -> bytes:
     return _INDEXES[at] if at < len(_INDEXES) else _INDEX.pack(at)
 
 
-def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[tuple[bytes, bytes]]) -> None:
+def _endpoints(
+    wanted: list[PlainElement], container: str, key: bytes, values: list[tuple[bytes, bytes]]
+) -> None:
     wanted += [(container, key + at, value) for at, value in values]
 
 
 def _affinity(
-    wanted: list[Element], maps: names.FrontendMaps, key: bytes, plan: ServicePlan, *, local: bool = False
+    wanted: list[PlainElement], maps: names.FrontendMaps, key: bytes, plan: ServicePlan, *,
+    local: bool = False,
 ) -> None:
     """Add the elements that pin and record clients of the frontend *key*.
 
@@ -138,14 +137,14 @@ def _affinity(
     cluster_group, local_group = affinity_groups(plan)
     group = local_group if local else cluster_group
     if group:
-        wanted.append((maps.sticky, key, f"jump pin-{group}"))
+        wanted.append((maps.sticky, key, Verdict(NFT_JUMP, f"pin-{group}")))
     if plan.external_policy_local and not local and local_group:
-        wanted.append((maps.sticky_local, key, f"jump pin-{local_group}"))
+        wanted.append((maps.sticky_local, key, Verdict(NFT_JUMP, f"pin-{local_group}")))
     if cluster_group or local_group:
-        wanted.append((maps.recorded, key, f"goto {record_chain(plan)}"))
+        wanted.append((maps.recorded, key, Verdict(NFT_GOTO, record_chain(plan))))
 
 
-def verdicts(plan: ServicePlan) -> Iterator[str]:
+def verdicts(plan: ServicePlan) -> Iterator[Verdict]:
     """Yield every verdict among the elements of *plan* that may lead to a template chain."""
     if plan.cluster_ip is not None:
         yield internal_verdict(plan)
@@ -155,7 +154,7 @@ def verdicts(plan: ServicePlan) -> Iterator[str]:
         yield external_verdict(plan, node_port=True)
 
 
-def internal_verdict(plan: ServicePlan) -> str:
+def internal_verdict(plan: ServicePlan) -> Verdict:
     if not plan.has_endpoints:
         return names.GOTO_REJECT
     if not plan.has_internal_endpoints:
@@ -166,7 +165,7 @@ def internal_verdict(plan: ServicePlan) -> str:
     return names.goto_template(protocol, "cluster", len(plan.cluster_slots), 0, sticky, False, plan.hash_by)
 
 
-def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
+def external_verdict(plan: ServicePlan, *, node_port: bool) -> Verdict:
     """Return the verdict for traffic to the other frontends that source ranges have admitted.
 
     With external policy Local and no endpoint on this node, the template drops traffic from outside only:

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from kproxy_core.contract import Damage
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Damage, Family
 from kproxy_core.nft.watch import Commit, CommitWatch
 from kproxy_nftables.names import TABLE
 

@@ -6,9 +6,7 @@ from typing import NamedTuple, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.stale_flows import Socket
+from kproxy_core.contract import Address, Protocol, ServicePortKey
 from kproxy_userspace.wanted import Redirect, RelayName, Wanted
 
 
@@ -132,7 +130,7 @@ class RelayedFlows(Struct, frozen=True):
         udp = [(portal.port, relay) for portal, relay, _ in redirects if portal.protocol is Protocol.UDP]
         return cls(frozenset(port for port, _ in udp), frozenset(relay for _, relay in udp), local)
 
-    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+    def is_stale(self, destination: tuple[Address, int], answered_by: tuple[Address, int]) -> bool:
         """Return whether the flow to *destination* is answered by one of the relays."""
         address, port = answered_by
         return port in self.relays and address in self.local and answered_by != destination

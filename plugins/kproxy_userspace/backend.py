@@ -4,28 +4,30 @@ import logging
 from collections.abc import Sequence
 
 from kproxy_core.contract import (
+    Address,
     Backend,
     BackendSettings,
     Connections,
     Damage,
+    Family,
+    Frontend,
+    HostError,
     IsRemoved,
     KernelSide,
     Leftovers,
     Measurement,
+    NodeView,
     Preview,
+    Protocol,
     Question,
+    ServicePortKey,
     SyncFailed,
     SyncReport,
     Update,
     sync_family,
 )
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.explain import explain, frontends
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.portals import Portals, open_portals

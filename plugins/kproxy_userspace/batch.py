@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Iterable, Iterator
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
-from kproxy_core.nft.elements import Element, element_text
+from kproxy_core.contract import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.transaction import completion
 from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER
@@ -15,6 +15,9 @@ from kproxy_xtables.rules import TO_THIS_NODE, Jump
 _LONGEST_COMMENT = 255
 _PROTOCOL_AND_PORT = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H")
+_PROTOCOLS = frozenset(protocol.value for protocol in Protocol)
+_ADDRESSES = {VIPS: 1, RANGED_VIPS: 2, NODE_PORTS: 0}
+"""Addresses in the keys of each map."""
 
 
 def iptables_rules(redirect: Redirect) -> Iterator[tuple[str, str]]:
@@ -105,24 +108,36 @@ def nft_element(redirect: Redirect) -> tuple[str, Element]:
     return RANGED_VIPS, Element(network + last, value, highest.to_bytes(len(network), "big") + last)
 
 
-def parse_nft_element(name: str, element: Element) -> Redirect:
-    """Return the portal of an element of the map *name*; its owner is not known."""
-    addresses = element.key[:-_PROTOCOL_AND_PORT.size]
-    protocol, port = _PROTOCOL_AND_PORT.unpack_from(element.key, len(addresses))
+def parse_nft_element(name: str, family: Family, element: Element) -> Redirect | None:
+    """Return the portal of an element of the map *name*, whose owner is not known.
+
+    None for an element that only another process may have added.
+    """
+    key, data, last = element.key, element.data, element.last or element.key
+    addresses, rest = key[:-_PROTOCOL_AND_PORT.size], key[-_PROTOCOL_AND_PORT.size:]
+    size = family.size
+    if not isinstance(data, bytes) or len(data) != _PORT.size or len(rest) != _PROTOCOL_AND_PORT.size or (
+            len(addresses) != _ADDRESSES[name] * size):
+        return None
+    protocol, port = _PROTOCOL_AND_PORT.unpack(rest)
+    if protocol not in _PROTOCOLS:
+        return None
     address, source = addresses, None
     if name == RANGED_VIPS:
-        size = len(addresses) // 2
+        if last[size:] != key[size:]:  # A range of addresses or ports.
+            return None
         network, address = addresses[:size], addresses[size:]
-        differing = int.from_bytes(network, "big") ^ int.from_bytes(element.last[:size], "big")
+        differing = int.from_bytes(network, "big") ^ int.from_bytes(last[:size], "big")
         source = Cidr(Address(network), size * 8 - differing.bit_length())
     portal = Portal(Protocol(protocol), Address(address) if address else None, port, "", source=source)
-    return Redirect(portal, *_PORT.unpack(element.value))
+    return Redirect(portal, *_PORT.unpack(data))
 
 
 def nft_element_text(redirect: Redirect, family: Family) -> str:
     name, element = nft_element(redirect)
     (container,) = (each for each in nft_maps(family) if each.name == name)
-    return element_text(container.key, container.value, element)
+    (shown,) = element_texts(container.key, container.value, [element])
+    return shown
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> list[Command]:

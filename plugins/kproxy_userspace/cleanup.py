@@ -1,8 +1,6 @@
 """Removal of every trace of the mode: kube-proxy's portal chains, and our nftables table."""
 
-from kproxy_core.contract import Leftovers
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Family, HostError, Leftovers
 from kproxy_nft.table import delete_table
 from kproxy_userspace.kernel.portals import may_have_portals
 from kproxy_userspace.skeleton import nft_table, plan_cleanup, plan_own_cleanup

@@ -5,12 +5,22 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kproxy_core.contract import BackendSettings, Caveat, Detection, Requirement, Trial, Update
+from kproxy_core.contract import (
+    Address,
+    BackendSettings,
+    Caveat,
+    Detection,
+    Family,
+    Protocol,
+    Requirement,
+    ServicePlan,
+    Trial,
+    Update,
+    format_address,
+)
 from kproxy_core.contract.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import FeatureProbe, problem_of
-from kproxy_core.model.address import Address, Family, Protocol, format_address
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.settings import ROOTLESS, Settings, read_settings
 from kproxy_xtables import requirements

@@ -5,20 +5,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
-from kproxy_core.contract import KernelObject, KernelSide, Question, Translation
-from kproxy_core.linux.relay.orders import Endpoint
-from kproxy_core.model.address import (
+from kproxy_core.contract import (
     Address,
+    Destination,
+    EndpointShare,
     Family,
+    Fate,
+    Frontend,
+    KernelObject,
+    KernelSide,
+    Origin,
+    Outcome,
+    Packet,
     Protocol,
+    Question,
+    Translation,
     format_address,
     format_socket,
     is_loopback,
+    is_own,
     parse_address,
 )
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import EndpointShare, Fate, Origin, Outcome, Packet, is_own
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
 from kproxy_userspace.kernel.portals import bridged_sources, read_portals

@@ -7,14 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from kproxy_core.contract import IsRemoved, SyncReport, TrustLost
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import (
+    Family,
+    Frontend,
+    HostError,
+    IsRemoved,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    ServicePortKey,
+    SyncReport,
+    TrustLost,
+    format_address,
+    format_socket,
+)
 from kproxy_core.linux.relay.orders import Serve
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Family, Protocol, format_address, format_socket
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_userspace.applied import Applied, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals

@@ -21,7 +21,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode="userspace",
         summary="redirects to relays of its own; also without any privileges",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=-100,
         options=(
             "listen", "bindAddress", "portRange", "udpIdleTimeout", "removedEndpoints", "drainTimeout",

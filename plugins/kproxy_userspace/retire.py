@@ -9,11 +9,9 @@ import time
 from collections import Counter as Clients
 from collections.abc import Collection
 
-from kproxy_core.contract import Leftovers
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import HostError, Leftovers, Protocol
 from kproxy_core.linux.relay.counts import Counter
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Protocol
 from kproxy_userspace.family import GRACE_SECONDS, FamilyState
 
 _LONGEST_HANDSHAKE = 185.0

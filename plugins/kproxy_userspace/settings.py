@@ -4,10 +4,16 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from kproxy_core.contract import BackendSettings, InvalidOption
+from kproxy_core.contract import (
+    Address,
+    BackendSettings,
+    Duration,
+    Family,
+    InvalidOption,
+    is_loopback,
+    parse_address,
+)
 from kproxy_core.linux.relay.orders import WorkerSettings
-from kproxy_core.model.address import Address, Family, is_loopback, parse_address
-from kproxy_core.model.duration import Duration
 
 FOREVER = -1.0
 ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"

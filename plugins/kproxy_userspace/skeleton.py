@@ -1,6 +1,6 @@
 """Constant rules (jumps, the pin, the nftables table), and decisions about which chains to delete. Pure."""
 
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.contract import Address, Family, Protocol
 from kproxy_core.nft.objects import Chain, Container, Hook, Layout, Object, Table
 from kproxy_core.nft.rules import (
     ADDRESS,

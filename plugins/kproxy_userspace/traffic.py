@@ -7,12 +7,20 @@ from itertools import repeat
 from operator import add
 from uuid import uuid4
 
-from kproxy_core.contract import Connections, Failure, Handshake
+from kproxy_core.contract import (
+    Address,
+    Connections,
+    Destination,
+    Failure,
+    Family,
+    Frontend,
+    Handshake,
+    Protocol,
+    family_of,
+    parse_address,
+)
 from kproxy_core.linux.relay.orders import Count
 from kproxy_core.linux.relay.pool import WorkerPool
-from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.arrivals import UnansweredFlow, unanswered_flows
 
 _KEPT = 5400.0

@@ -9,12 +9,21 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from kproxy_core.contract import (
+    Address,
+    Cidr,
+    Destination,
+    Frontend,
+    HashBy,
+    NodeView,
+    Protocol,
+    ServicePlan,
+    ServicePortKey,
+    format_address,
+    is_loopback,
+    outermost,
+)
 from kproxy_core.linux.relay.orders import Endpoint
-from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback, outermost
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.plan.hashing import HashBy
-from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 
 class Portal(NamedTuple):

@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.contract import Damage
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import Damage, Family, HostError
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.relay.counts import Counter
 from kproxy_core.linux.relay.pool import Worker, WorkerPool
-from kproxy_core.model.address import Family
 from kproxy_core.nft.watch import Change, ChangeKind, Commit, CommitWatch
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.names import OUR_CHAINS, TABLE

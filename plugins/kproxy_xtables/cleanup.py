@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from kproxy_core.contract import Leftovers
-from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.contract import Family, HostError, Leftovers
 from kproxy_xtables.removal import Removal, describe, kubernetes_rules, restore_inputs
 from kproxy_xtables.rules import RulesByChain
 from kproxy_xtables.tables import Tables

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from kproxy_core.contract import Family, HostError, Requirement
 from kproxy_core.linux import process, programs
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import Modules
 from kproxy_core.linux.trial import FeatureProbe, problem_of
-from kproxy_core.model.address import Family
-from kproxy_core.model.requirement import Requirement
 from kproxy_xtables.tables import Tables, Unreadable
 from kproxy_xtables.variant import OLDEST, PROGRAM, NoVariant, Variant, find_variant, probe
 

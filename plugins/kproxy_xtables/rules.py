@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.contract import Family, LocalSource, NodeView
 
 ChainKey = tuple[str, str]
 """Table and chain."""

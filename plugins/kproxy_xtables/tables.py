@@ -1,30 +1,13 @@
 """The tables of one IP family, read by iptables-save and written by iptables-restore."""
 
 import re
-import struct
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
 
-from kproxy_core.contract import SyncFailed, Unsupported
+from kproxy_core.contract import Family, HostError, SyncFailed, Unsupported
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
-from kproxy_core.linux.rulesets import chain_exists, table_exists
-from kproxy_core.model.address import Family
-from kproxy_core.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    NetlinkRequest,
-    Span,
-    attribute,
-    attributes,
-    decoding,
-    payload,
-    text,
-    text_attribute,
-)
-from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.messages import GETRULE, GETTABLE, KIND, TABLE_NAME, transaction
+from kproxy_core.linux.rulesets import chain_exists, ruleset, table_exists
+from kproxy_core.nft.objects import DORMANT, OWNER, Table
 from kproxy_xtables.rules import ChainKey, SavedChain, read_saved
 from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_tables
 
@@ -36,42 +19,12 @@ CHAINS_PER_CALL = 750
 
 # Tables over netlink: a program takes longer, and creates tables when it reads.
 
-_NEWTABLE = KIND
-_FLAGS, _USE = 2, 3
-_DORMANT, _OWNER = 1, 2
-"""NFT_TABLE_F_DORMANT, NFT_TABLE_F_OWNER (linux/netfilter/nf_tables.h)"""
-_MATCH = re.compile(
-    re.escape(struct.pack("=HH8s", 10, 1, b"match"))  # NFTA_EXPR_NAME
-    + b".." + struct.pack("=H", 2) + b".." + struct.pack("=H", 1)  # NFTA_EXPR_DATA, NFTA_MATCH_NAME
-    + rb"([\w-]+)\0", re.DOTALL)  # fmt: skip
-"""An expression of nft_compat in a rule."""
-
-
 def owned_tables(family: Family, names: Collection[str]) -> list[str]:
     """Return those of the tables *names* that another process owns: only it can change them.
 
     Raises HostError.
     """
-    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        flags = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _FLAGS))
-    return [name for name in names if flags.get(name, 0) & _OWNER]
-
-
-def used_matches(family: Family, table: str) -> set[str]:
-    """Return the names of the matches of iptables in the rules of an existing *table*. Raises HostError."""
-    of_table = payload(family, text_attribute(TABLE_NAME, table))
-    with doing(f"read the rules of table {table}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return sock.dump(GETRULE, of_table, _matches)
-
-
-def _matches(answers: Iterable[Span]) -> set[str]:
-    found: set[str] = set()
-    scanned = b""
-    for data, _, _ in answers:  # Several rules are in one piece of data.
-        if data is not scanned:
-            scanned = data
-            found.update(name.decode("ascii", "replace") for name in _MATCH.findall(data))
-    return found
+    return _flagged(family, names, OWNER)
 
 
 def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
@@ -79,37 +32,32 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
 
     Raises HostError.
     """
-    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        flags = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _FLAGS))
-    return [name for name in names if flags.get(name, 0) & _DORMANT]
+    return _flagged(family, names, DORMANT)
+
+
+def _flagged(family: Family, names: Collection[str], flag: int) -> list[str]:
+    with ruleset("read the flags of tables") as connection:
+        found = connection.tables(family)
+    return [name for name in names if name in found and found[name].flags & flag]
+
+
+def used_matches(family: Family, table: str) -> set[str]:
+    """Return the names of the matches of iptables in the rules of an existing *table*. Raises HostError."""
+    with ruleset(f"read the rules of table {table}") as connection:
+        return connection.matches(family, table)
 
 
 def count_chains(family: Family, name: str) -> int:
     """Return the number of chains in the table *name*; 0 if it does not exist. Raises HostError."""
-    with doing(f"read table {name}"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        found = sock.dump(GETTABLE, payload(family), partial(_numbers_by_name, _USE))
-    return found.get(name, 0)
+    with ruleset(f"read table {name}") as connection:
+        found = connection.tables(family).get(name)
+    return found.chains if found is not None else 0
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
     """Wake the dormant tables *names*, which iptables can't. *own* gets the socket. Raises HostError."""
-    awake = attribute(_FLAGS, bytes(4))
-    payloads = [payload(family, text_attribute(TABLE_NAME, name), awake) for name in names]
-    data, last = transaction([NetlinkRequest(_NEWTABLE, 0, payload) for payload in payloads])
-    with doing("activate dormant tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        with own.starting():
-            own.remember(sock.port)
-        for refusal in sock.transact(data, last):
-            raise refusal.error
-
-
-def _numbers_by_name(attribute_of_table: int, answers: Iterable[Span]) -> dict[str, int]:
-    with decoding("a table"):
-        tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
-        return {
-            text(each[TABLE_NAME]): int.from_bytes(each.get(attribute_of_table, b""), "big")
-            for each in tables
-        }  # fmt: skip
+    with ruleset("activate dormant tables", own) as connection:
+        connection.run([Table(family, name).wake() for name in names])
 
 
 # Tables through the programs of iptables.

@@ -12,11 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from kproxy_core.contract import Family, HostError
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.linux.rulesets import chain_exists
-from kproxy_core.model.address import Family
 
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 

@@ -7,12 +7,19 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from kproxy_core.contract import KernelObject
-from kproxy_core.model import address as addresses
-from kproxy_core.model.address import Address, format_address, parse_network
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.fate import Origin, Outcome, Packet, is_own
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    KernelObject,
+    NodeView,
+    Origin,
+    Outcome,
+    Packet,
+    Protocol,
+    format_address,
+    is_own,
+    parse_network,
+)
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 
 # Rules: the matches and targets that the backends use.
@@ -119,7 +126,7 @@ def _mark(value: str) -> Test:
     return lambda around, skb: skb.mark & mask == wanted
 
 
-_PROTOCOLS = {text: each for each in addresses.Protocol for text in (each.name.lower(), str(int(each)))}
+_PROTOCOLS = {text: each for each in Protocol for text in (each.name.lower(), str(int(each)))}
 _TESTS: Mapping[str, Callable[[str], Test]] = {
     "-d": partial(_in_network, attrgetter("destination")),
     "-s": partial(_in_network, attrgetter("packet.source")),

@@ -4,6 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.kernels import nf_tables
+
+__all__ = ["nf_tables"]
+
 
 @pytest.fixture(autouse=True)
 def _no_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A network namespace of its own for every test that writes to nf_tables."""
+"""A kernel of its own for every test that writes to nf_tables."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -6,6 +6,9 @@ from contextlib import closing
 import pytest
 
 from kproxy_conformance.network.namespaces import Namespace
+from tests.kernels import nf_tables
+
+__all__ = ["netns", "nf_tables"]
 
 
 @pytest.fixture

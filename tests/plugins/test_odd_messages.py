@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kproxy_conformance.builders import node_view
+from kproxy_core.app.drops import FilteredPacket, drops
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Scope, Update
 from kproxy_core.linux import addresses, conntrack, links, rulesets, sockets, tracing
@@ -31,10 +32,10 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.netlink import sockets as netlink
 from kproxy_core.netlink.messages import HEADER, NETLINK_NETFILTER, Malformed, attribute, attributes
-from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.netlink.sockets import NetlinkSocket, RawSocket
 from kproxy_core.nft import transaction
-from kproxy_core.nft.interpret import FilteredPacket, Interface, drops
-from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.kernel import sockets as socket_storage
@@ -105,7 +106,7 @@ def _headers(data: bytes) -> Iterator[tuple[int, int, int, int]]:
 class Recorder:
     """A netlink socket that keeps the answers to each request on a tape."""
 
-    def __init__(self, real: socket.socket, tape: _Tape) -> None:
+    def __init__(self, real: RawSocket, tape: _Tape) -> None:
         self._real = real
         self._tape = tape
 
@@ -181,7 +182,7 @@ def _filters() -> object:
         V4, Protocol.TCP, parse_address("10.0.0.1"), None, 81, Interface("lo", 1), None, None, None,
         is_translated=False, is_from_node=False, is_to_node=True)
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return drops(ListedFilters(sock), [("input", packet)])
+        return drops(ListedRuleset(sock), [("input", packet)])
 
 
 def _plugin() -> object:
@@ -277,7 +278,7 @@ def test_readers_return_a_value_or_raise_an_error_that_they_name(
 
     def recorded(*args: Any, **kwargs: Any) -> NetlinkSocket:
         made = really_open(*args, **kwargs)
-        made._socket = Recorder(made._socket, tape)  # type: ignore[assignment]
+        made._socket = Recorder(made._socket, tape)
         return made
 
     monkeypatch.setattr(NetlinkSocket, "open", recorded)

@@ -16,6 +16,8 @@ class Import:
 
     module: str
     line: int
+    bound: str = ""
+    """The name that it has in the importing module."""
 
     @property
     def top(self) -> str:
@@ -67,7 +69,7 @@ class Module:
         """Everything imported anywhere in the file, in functions and for type checking only too."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                yield from (Import(alias.name, node.lineno) for alias in node.names)
+                yield from (Import(alias.name, node.lineno, alias.asname or "") for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 yield from self._imported_from(node)
             elif isinstance(node, ast.Call) and (name := _imported_by_call(node)):
@@ -79,7 +81,8 @@ class Module:
             keep = len(self.name.split(".")) - node.level + (1 if self.is_package else 0)
             base = ".".join([*self.name.split(".")[:keep], *([base] if base else [])])
         # "from package import thing": the thing may be a module, so its full name is given.
-        yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in node.names)
+        yield from (Import(f"{base}.{alias.name}", node.lineno, alias.asname or alias.name)
+                    for alias in node.names)
 
     def words(self) -> Iterator[tuple[str, int]]:
         """Strings and names that the code uses, without docstrings and comments."""

@@ -4,9 +4,12 @@ The drawing and the reasons are in ARCHITECTURE.md, "Who may import whom".
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
+from kproxy_core.contract.public import PUBLIC
 from tests.rooms.modules import Module
+from tests.rooms.surface import PUBLIC_NAMES, names_of_the_core
 
 ROOMS: dict[str, frozenset[str]] = {
     "model": frozenset(),
@@ -66,10 +69,11 @@ IMPORTED_AS = {
 }  # fmt: skip
 """Modules of distributions with another name."""
 
-PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "contract", "linux", "nft", "netlink"})
+PLUGINS_MAY_IMPORT = frozenset({"contract", *(module.split(".")[1] for module in PUBLIC)})
+"""The rooms with public names."""
 
 PURE_MODULES = frozenset(
-    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal", "elements",
+    {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
      "counting"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
@@ -90,12 +94,14 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 ONLY_ENCODE = (
     "kproxy_core.netlink.messages", "kproxy_core.nft.messages", "kproxy_core.nft.rules",
     "kproxy_core.nft.elements", "kproxy_core.nft.objects", "kproxy_core.nft.interpret",
+    "kproxy_core.nft.packet", "kproxy_core.nft.xt", "kproxy_core.nft.expressions",
     "kproxy_core.linux.relay.orders",
 )
 """The pure modules of rooms with input and output, which pure modules may import."""
 
 ONLY_ANSWERS = (
-    "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.explain", "kproxy_core.app.filters",
+    "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.drops", "kproxy_core.app.explain",
+    "kproxy_core.app.filters",
     "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
     "kproxy_core.fleet.objects", "kproxy_core.fleet.switch",
 )
@@ -110,7 +116,7 @@ NAMES_A_BACKEND = frozenset((
         "config.settings", "config.check", "config.file", "config.flags",
         "cli.report", "cli.unit",
         "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays", "app.doctor", "cli.doctor",
-        "linux.node_state",
+        "linux.node_state", "contract.public",
     )),
 ))  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
@@ -120,6 +126,9 @@ distribution that loads its rules; kube-proxy names its metrics of relays after 
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""
+
+NFT_SAYS = frozenset({"inet_service", "kproxy.nft"})
+"""nf_tables' type of ports, and the name of a log."""
 
 NAMES_THAT_SAY_NOTHING = frozenset({"common", "helper", "helpers", "misc", "tools", "util", "utils"})
 
@@ -141,13 +150,15 @@ def rooms_of_the_core(module: Module) -> Iterator[str]:
 
 
 def plugins_know_the_contract(module: Module) -> Iterator[str]:
-    """A plugin imports the contract's side of the core, and no other plugin."""
+    """A plugin imports the public names of the core, and no other plugin."""
+    for name, line in names_of_the_core(module):
+        if name not in PUBLIC_NAMES:
+            yield f"{module.name}:{line} uses {name}, which is not public: see kproxy_core.contract.public"
     for imported in module.imports():
         where = f"{module.name}:{imported.line} imports {imported.module}"
         if imported.top == "kproxy_core":
-            if imported.room not in PLUGINS_MAY_IMPORT:
-                yield f"{where}: a plugin may import {', '.join(sorted(PLUGINS_MAY_IMPORT))}"
-        elif imported.top.startswith("kproxy_"):
+            continue
+        if imported.top.startswith("kproxy_"):
             if imported.top not in {module.top, *SHARED_BY_PLUGINS}:
                 yield f"{where}: plugins do not know each other"
         elif (not imported.from_standard_library
@@ -204,6 +215,15 @@ def core_names_no_backend(module: Module) -> Iterator[str]:
         for backend in BACKENDS:
             if backend in word.lower():
                 yield f"{module.name}:{line} says {word!r}: the core knows no backend by name"
+
+
+def nft_knows_no_service(module: Module) -> Iterator[str]:
+    """No string or name of nft is about Services or their proxies: it could be a package of its own."""
+    if module.room != "nft":
+        return
+    for word, line in module.words():
+        if re.search("kproxy|kube|service", word.lower()) and word not in NFT_SAYS:
+            yield f"{module.name}:{line} says {word!r}: nft knows no service proxy"
 
 
 def has_one_purpose(module: Module) -> Iterator[str]:

@@ -4,6 +4,7 @@ import re
 
 from tests.rooms import roles, rules
 from tests.rooms.modules import CHECKOUT, modules_of_core, modules_of_plugins
+from tests.rooms.surface import Tree, directory
 
 PAGE = (CHECKOUT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
@@ -27,6 +28,11 @@ def test_the_page_has_the_table_of_roles() -> None:
     """If not, put in what ``python -m tests.rooms.roles`` prints."""
     assert "\n".join(roles.table()) in PAGE
     assert roles.without_a_meaning() == set()
+
+
+def test_the_page_names_every_hook() -> None:
+    hooks = {name for name in Tree(directory(CHECKOUT)).things() if name.startswith("hook ")}
+    assert {f"hook {name}" for name in re.findall(r"`(kproxy_\w+)[`(]", PAGE)} == hooks
 
 
 def test_the_flow_names_modules_that_exist() -> None:

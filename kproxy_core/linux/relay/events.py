@@ -5,6 +5,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Protocol
 
 READ = select.EPOLLIN
@@ -82,15 +83,16 @@ class Events:
         self._closing.clear()
 
     def _call(self, now: float) -> None:
-        """Make the calls that were due at *now*.
+        """Make the calls that were due at *now*, in the order in which they were.
 
         All earlier events have been handled, so a lack of CPU time here causes no timeout.
         """
-        for timeouts in list(self._timeouts.values()):
-            waiting = timeouts.waiting
-            while waiting and waiting[0][0] <= now:
-                _, callback = waiting.popleft()
-                callback()
+        due: list[tuple[float, Callable[[], None]]] = []
+        for timeouts in self._timeouts.values():
+            while timeouts.waiting and timeouts.waiting[0][0] <= now:
+                due.append(timeouts.waiting.popleft())
+        for _, callback in sorted(due, key=itemgetter(0)):
+            callback()
 
     def _patience(self, now: float) -> float:
         """Return the seconds until the next call is due, -1 without one."""

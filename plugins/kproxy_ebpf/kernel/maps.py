@@ -13,11 +13,8 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 
-from kproxy_core.contract import SyncFailed, TrustLost
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import Family, HostError, NodeView, SyncFailed, TrustLost
 from kproxy_core.linux.sockets import udp_destruction_problem
-from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
 from kproxy_core.nft.objects import Table
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.applied import Contents, Difference

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy_core.linux.errors import HostError
+from kproxy_core.contract import HostError
 
 _ROOT_INODE = 1
 """Inode of the root of the whole cgroup2 tree; the root of a cgroup namespace has another (kernfs)."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from kproxy_core.contract import HostError
 from kproxy_core.linux import packages, programs
-from kproxy_core.linux.errors import HostError
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
 from kproxy_ebpf.names import KINDS, MAPS, OBJECT_PREFIX
 

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from kproxy_core.contract import IsRemoved
-from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.contract import Address, Family, Frontend, HostError, IsRemoved
+from kproxy_core.linux.errors import doing
 from kproxy_core.linux.namespaces import in_network_namespaces
 from kproxy_core.linux.sockets import (
     UdpSocket,
@@ -16,7 +16,6 @@ from kproxy_core.linux.sockets import (
     destroy_udp_sockets,
     peer_of,
 )
-from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import (
     NETLINK_SOCK_DIAG,
     SOCK_DIAG_BY_FAMILY,
@@ -27,7 +26,6 @@ from kproxy_core.netlink.messages import (
     nested,
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf.batch import (
     PRESENT,
     address_key,

@@ -12,10 +12,17 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
-from kproxy_core.model.service import Destination
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract import (
+    Address,
+    Destination,
+    Family,
+    Frontend,
+    HostError,
+    Protocol,
+    family_of,
+    parse_address,
+)
+from kproxy_core.linux.errors import doing
 from kproxy_ipvs.batch import RealServer
 from kproxy_ipvs.wanted import ServerKey
 

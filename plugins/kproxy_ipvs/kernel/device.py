@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 
+from kproxy_core.contract import Address, Family, HostError, format_address
 from kproxy_core.linux import packages
 from kproxy_core.linux.addresses import (
     IFA_ADDRESS,
@@ -20,8 +21,7 @@ from kproxy_core.linux.addresses import (
     read_interface_addresses,
     read_route,
 )
-from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.model.address import Address, Family, format_address
+from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import (
     NETLINK_ROUTE,
     NLM_F_CREATE,

@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
+from kproxy_core.contract import HostError
 from kproxy_core.linux import programs, sysctl
-from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.modules import kernel_version
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.wanted import schedulers

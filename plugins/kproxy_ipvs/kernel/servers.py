@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Self
 
-from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.model.address import Family, format_socket
-from kproxy_core.model.service import Destination
+from kproxy_core.contract import Destination, Family, HostError, format_socket
+from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import NETLINK_GENERIC, NetlinkRequest, attributes, decoding, text_attribute
 from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
 from kproxy_ipvs import batch as messages

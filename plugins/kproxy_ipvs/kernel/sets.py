@@ -4,9 +4,9 @@ import errno
 import os
 from collections.abc import Iterable, Sequence
 
+from kproxy_core.contract import Family, HostError
 from kproxy_core.linux import programs
-from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.model.address import Family
+from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, NetlinkRequest
 from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
 from kproxy_ipvs import batch as messages

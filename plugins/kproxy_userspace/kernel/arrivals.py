@@ -9,13 +9,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from kproxy_core.contract import Family, Frontend, Protocol
 from kproxy_core.linux import conntrack as ctnetlink
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.linux.conntrack import delete_stale_udp
 from kproxy_core.linux.errors import doing
-from kproxy_core.model.address import Family, Protocol
-from kproxy_core.netlink import messages as netlink
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
 
@@ -73,10 +71,10 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
     def unanswered(listed: Iterable[ctnetlink.TrackedFlow]) -> dict[bytes, UnansweredFlow]:
         found = {}
         for flow, port in _relayed(family, [LocalPort(Protocol.UDP, port) for port in ports], listed):
-            rest = netlink.attributes(flow.data, flow.start, flow.end)
-            if not int.from_bytes(rest[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
+            progress = ctnetlink.progress_of(flow)
+            if not progress.is_answered:
                 frontend = Frontend(flow.destination, port.protocol, int.from_bytes(flow.port, "big"))
-                found[rest[ctnetlink.ID]] = UnansweredFlow(frontend, port.number)
+                found[progress.id] = UnansweredFlow(frontend, port.number)
         return found
 
     with doing(f"list unanswered {family.label} UDP flows"):
@@ -85,10 +83,7 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
 
 def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:
     """Return whether the client may still reach the relay; true for UDP."""
-    if flow.protocol == Protocol.UDP:
-        return True
-    rest = netlink.attributes(flow.data, flow.start, flow.end)
-    return ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) in _OPENING
+    return flow.protocol == Protocol.UDP or ctnetlink.progress_of(flow).tcp_state in _OPENING
 
 
 def _relayed(

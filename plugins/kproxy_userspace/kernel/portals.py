@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from kproxy_core.contract import SyncFailed, Unsupported
+from kproxy_core.contract import Address, Family, HostError, SyncFailed, Unsupported
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.addresses import read_route
-from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.errors import doing
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.rulesets import ruleset
-from kproxy_core.model.address import Address, Family
 from kproxy_core.netlink.messages import NETLINK_ROUTE, attributes, decoding
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.listing import HeldTable
@@ -209,10 +208,12 @@ class NftPortals(Portals):
     def held(self) -> list[Redirect]:
         """Return the portals in the kernel, whose owners are not known. Raises HostError."""
         with self._connected("read") as connection:
-            return [
-                batch.parse_nft_element(container.name, element) for container in nft_maps(self._family)
+            found = [
+                batch.parse_nft_element(container.name, self._family, element)
+                for container in nft_maps(self._family)
                 for element in connection.elements(self._family, TABLE, container.name)
             ]  # fmt: skip
+        return [each for each in found if each is not None]
 
     def _held(self, connection: RulesetSocket) -> HeldTable | None:
         return connection.read(self._family, TABLE, [each.name for each in nft_maps(self._family)])

@@ -5,9 +5,7 @@ import random
 import socket
 from collections.abc import Collection
 
-from kproxy_core.model.address import Address, Family, Protocol, format_address
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.contract import Address, Family, Frontend, Protocol, ServicePortKey, format_address
 
 _DISCARD = 9
 

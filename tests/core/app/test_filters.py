@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kproxy_core.app.drops import Drop
 from kproxy_core.app.explain import Case
 from kproxy_core.app.filters import place, way
 from kproxy_core.contract.values import Question, Translation
 from kproxy_core.model.address import Address, Protocol, format_address, parse_address
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.interpret import Drop, Interface
+from kproxy_core.nft.packet import Interface
 from kproxy_core.plan.fate import EndpointShare, Origin, Packet
 from tests.core.app.test_explain import known
 
@@ -111,6 +112,9 @@ DROP = Drop("inet", "firewalld", "filter_FORWARD", 12, 7, False, None, True, ())
      "rule 12 may drop it; not understood: match x in rule 1 of chain c"),
     ({"doubts": ("a", "b", "c", "d", "e")},
      "rule 12 drops it unless an earlier rule accepts it; not understood: a, b, c and 2 more"),
+    ({"translates_to": (OWN, 9090)}, "rule 12 translates it to 192.0.2.1:9090"),
+    ({"translates_to": (None, None), "is_met": False, "doubts": ("x",)},
+     "rule 12 may translate it to another address; not understood: x"),
 ])  # fmt: skip
 def test_a_place_is_told_in_words(changes: dict[str, Any], text: str) -> None:
     assert place(DROP._replace(**changes)) == f"nft table inet firewalld, chain filter_FORWARD, {text}"

@@ -12,12 +12,12 @@ import click
 import pytest
 
 from kproxy_core.app.doctor import samples
+from kproxy_core.app.drops import Drop, drops
 from kproxy_core.cli.doctor import as_text, examine, status_of
 from kproxy_core.linux.node_state import read_node_state
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Drop, drops
-from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.ruleset import ListedRuleset
 from tests.core.cli.test_cli import WEB
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, running
@@ -191,7 +191,7 @@ docker.io 20.10.24, none of them configured further."""
 def followed() -> list[Drop]:
     """Return where the doctor's packets end, or may end."""
     with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        filters = ListedFilters(sock)
+        filters = ListedRuleset(sock)
         return [drop for sample in samples(read_node_state(), None) for drop in drops(
             filters, [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")])]
 

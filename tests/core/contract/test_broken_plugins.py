@@ -1,5 +1,6 @@
 """A plugin that breaks the contract is named and counted, and only its call fails."""
 
+import inspect
 import json
 import re
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from kproxy_conformance.builders import full_update, node_view, plans, service
-from kproxy_core.contract.calls import BackendInstance
+from kproxy_core.contract.backend import Backend, LayeredBackend
+from kproxy_core.contract.calls import METHODS, BackendInstance
 from kproxy_core.contract.errors import PluginFailed, Unsupported
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Measurement, Question
@@ -79,7 +81,8 @@ WORK = {
     "begin": "True", "sync": "SyncReport(0)", "relays": "frozenset()",
     "render": "'rules'", "check_text": "''", "preview": "Preview(0, '')",
     "explain": "[]", "frontends": "[]", "traffic": "[]", "watch": "True",
-    "measure": "[]", "close": "None", "retire": "Leftovers()",
+    "measure": "[]", "close": "None", "retire": "Leftovers()", "reset_connections": "0",
+    "wants_relays": "False", "serves_on_loopback": "False",
 }
 
 
@@ -123,12 +126,16 @@ WORKING: dict[str, Callable[[BackendInstance], object]] = {
     "frontends": lambda instance: instance.frontends(Family.IPV4),
     "traffic": lambda instance: instance.traffic(Family.IPV4),
     "relays": lambda instance: instance.relays(Family.IPV4, WEB),
+    "reset_connections": lambda instance: instance.reset_connections(Family.IPV4, lambda *pair: True),
+    "wants_relays": lambda instance: instance.wants_relays(Family.IPV4, Protocol.TCP),
+    "serves_on_loopback": lambda instance: instance.serves_on_loopback(NODE, HERE.address, Protocol.TCP),
     "watch": lambda instance: instance.watch(lambda family, what: None),
     "measure": lambda instance: instance.measure(),
     "close": lambda instance: instance.close(),
 }
 HARMLESS: dict[str, object] = {
-    "relays": frozenset(), "watch": False, "measure": [], "close": None}
+    "relays": frozenset(), "watch": False, "measure": [], "close": None, "wants_relays": False,
+    "serves_on_loopback": False}
 """What the core goes on with: nothing depends on these calls."""
 
 RAISED = {
@@ -166,6 +173,9 @@ WRONG = [
     ("traffic", f"[{COUNT}._replace(carried=(1, 2, 3, -4))]", r"Connections\.carried: a number bey"),
     ("relays", "[1]", "returned list, not .*frozenset"),
     ("relays", "frozenset('1')", "with str, not int"),
+    ("reset_connections", "'2'", "returned str, not int"),
+    ("wants_relays", "'no'", "returned str, not bool"),
+    ("serves_on_loopback", "None", "returned NoneType, not bool"),
     ("watch", "object()", "returned object, not bool"),
     ("measure", "[1]", "with int, not Measurement"),
     ("measure", "[Measurement('a b', 'x', 'gauge', 1)]", "'a b', not a Prometheus name"),
@@ -323,8 +333,8 @@ def kproxy_measure():
     instance = Registry(plugins=["measuring"]).make_backend("faulty", SETTINGS)
     (faults / "measure").write_text("fail()")
     assert instance.measure() == [(Measurement("seen", "By an observer", "gauge", 1),)]
-    (faults / "measure").unlink()
-    assert len(instance.measure()) == 2
+    (faults / "measure").write_text("[Measurement('held', 'By the backend', 'gauge', 2)]")
+    assert [each.name for found in instance.measure() for each in found] == ["held", "seen"]
 
 
 def test_a_failure_is_logged_again_after_the_hook_has_worked(
@@ -337,15 +347,30 @@ def test_a_failure_is_logged_again_after_the_hook_has_worked(
     assert [record.getMessage() for record in caplog.records] == ["plugin failed"] * 2
 
 
-def test_damage_of_a_wrong_type_is_not_passed_on(faults: Path) -> None:
+def test_damage_of_a_wrong_type_is_not_passed_on(faults: Path, caplog: pytest.LogCaptureFixture) -> None:
     registry, instance = made()
     heard: list[tuple[Family, str]] = []
     watched = sys.modules["faulty_plugin"].watched
     assert instance.watch(lambda family, what: heard.append((family, what)))
-    for family, what in (([], "rules"), (Family.IPV4, None), (Family.IPV6, "rules")):
-        watched[-1](family, what)
-    assert heard == [(Family.IPV6, "rules")]
-    assert [one.value for one in registry.calls.measure()] == [2]
+    wrong: list[tuple[object, ...]] = [([], "rules"), (Family.IPV4, None), (Family.IPV4,)]
+    for given in (*wrong, (Family.IPV6, "rules")):
+        watched[-1](*given)
+    watched[-1](what="a map", family=Family.IPV4)
+    watched[-1](Family.IPV4, why="a map")
+    assert heard == [(Family.IPV6, "rules"), (Family.IPV4, "a map")]
+    assert [one.value for one in registry.calls.measure()] == [4]
+    reported = [record.__dict__["fields"]["problem"] for record in caplog.records]
+    assert reported[:3] == [f"reported {found}, not Family and str" for found in (
+        "list and str", "Family and NoneType", "Family")]
+
+
+def test_every_method_is_declared_once_and_passed_on_with_its_types() -> None:
+    for method in METHODS:
+        of_backend = inspect.signature(getattr(Backend, method))
+        assert inspect.signature(getattr(LayeredBackend, method)) == of_backend
+        if method not in ("sync", "measure"):  # These ask observers, too.
+            assert inspect.signature(getattr(BackendInstance, method)) == of_backend
+    assert not inspect.isabstract(LayeredBackend)
 
 
 @pytest.fixture

@@ -41,6 +41,22 @@ def test_calls_are_made_in_order_and_not_too_early() -> None:
     events.epoll.close()
 
 
+def test_calls_that_are_due_together_are_made_in_order() -> None:
+    events = Events()
+    called: list[int] = []
+
+    def note(argument: int) -> None:
+        called.append(argument)
+        events.stopped = argument == 2
+
+    events.timeouts(0.02).call(partial(note, 2))
+    events.timeouts(0.01).call(partial(note, 1))
+    time.sleep(0.03)  # as on a busy machine
+    events.run()
+    assert called == [1, 2]
+    events.epoll.close()
+
+
 def test_an_event_before_a_timeout_is_handled_before_it_even_if_both_are_due() -> None:
     events = Events()
     order: list[str] = []

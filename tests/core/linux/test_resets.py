@@ -1,6 +1,7 @@
 """Connections to removed endpoints are found in conntrack, and reset: with real packets."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,13 +10,26 @@ import pytest
 
 from kproxy_core.linux import resets
 from kproxy_core.linux.conntrack import connected_to_removed
+from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.resets import Pair, ResetTable, delete_resets
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.messages import commands_text
+from kproxy_core.nft.fake import FakeKernel
+from kproxy_core.nft.messages import NEWSETELEM, commands_text
+from kproxy_core.nft.transaction import RulesetSocket
 from kproxy_core.plan.service_plan import Frontend
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
+
+VIPS = {Family.IPV4: ("10.96.0.1", "10.96.0.2"), Family.IPV6: ("fd00:96::1", "fd00:96::2")}
+ENDPOINTS = {Family.IPV4: "10.244.0.1", Family.IPV6: "fd00:244::1"}
+
+
+def pairs(family: Family) -> tuple[Pair, Pair]:
+    """Return two frontends and their common endpoint."""
+    endpoint = Destination(parse_address(ENDPOINTS[family]), 8080)
+    one, two = (Pair(Frontend(parse_address(at), Protocol.TCP, 80), endpoint) for at in VIPS[family])
+    return one, two
 
 
 class Connection(NamedTuple):
@@ -31,19 +45,15 @@ class Lab:
         self.inside = inside
         self.table = ResetTable(family)
         self._cleanup = cleanup
-        vip, other, endpoint = map(
-            parse_address, ("10.96.0.1", "10.96.0.2", "10.244.0.1") if family is Family.IPV4
-            else ("fd00:96::1", "fd00:96::2", "fd00:244::1"))
-        self.vip, self.other = (Frontend(at, Protocol.TCP, 80) for at in (vip, other))
-        self.endpoint = Destination(endpoint, 8080)
-        self.pair = Pair(self.vip, self.endpoint)
-        where, ip = format_address(endpoint), family.ip
+        self.pair, second = pairs(family)
+        self.vip, self.other, self.endpoint = self.pair.frontend, second.frontend, self.pair.endpoint
+        where, ip = format_address(self.endpoint.address), family.ip
         inside.ip(f"addr add {where}/{family.bits} dev lo{'' if family is Family.IPV4 else ' nodad'}",
                   f"route add default dev lo{'' if family is Family.IPV4 else f' src {where}'}")
         inside.nft("\n".join([
             f"add table {ip} lab", f"add chain {ip} lab nat {{ type nat hook output priority -100; }}",
-            *(f"add rule {ip} lab nat {ip} daddr {format_address(at)} tcp dport 80 dnat to "
-              f"{where if family is Family.IPV4 else f'[{where}]'}:8080" for at in (vip, other)), ""]))
+            *(f"add rule {ip} lab nat {ip} daddr {at} tcp dport 80 dnat to "
+              f"{where if family is Family.IPV4 else f'[{where}]'}:8080" for at in VIPS[family]), ""]))
         self.listener = inside.inside(lambda: socket.create_server(
             (where, 8080), family=socket.AF_INET if family is Family.IPV4 else socket.AF_INET6))
         cleanup.callback(self.listener.close)
@@ -134,16 +144,20 @@ def test_a_connection_that_has_ended_is_not_found(lab: Lab) -> None:
     assert lab.connected(lab.endpoint) == set()
 
 
-def test_a_table_that_another_process_changed_is_written_anew(lab: Lab) -> None:
-    second = Pair(lab.other, lab.endpoint)
-    lab.do(lambda: lab.table.write([lab.pair]))
-    lab.inside.nft(f"delete table {lab.family.ip} {resets.TABLE}\n")
-    lab.do(lambda: lab.table.write([lab.pair, second]))
-    assert lab.inside.inside(lab.table.read) == {lab.pair, second}
-    lab.do(lambda: lab.table.write([lab.pair]))
-    lab.inside.nft(f"flush set {lab.family.ip} {resets.TABLE} removed\n")
-    lab.do(lambda: lab.table.write([lab.pair]))
-    assert lab.inside.inside(lab.table.read) == {lab.pair}
+@pytest.mark.usefixtures("nf_tables")
+@pytest.mark.parametrize("family", Family)
+def test_a_table_that_another_process_changed_is_written_anew(family: Family) -> None:
+    first, second = pairs(family)
+    written, named = ResetTable(family), resets.reset_table(family)
+    written.write([first])
+    with RulesetSocket.open() as other:
+        other.run([named.delete()])
+        written.write([first, second])
+        assert written.read() == {first, second}
+        written.write([first])
+        other.run([named.empty(resets.removed_set(family))])
+        written.write([first])
+        assert written.read() == {first}
 
 
 @pytest.mark.parametrize("damage", [
@@ -166,17 +180,34 @@ def test_whatever_another_process_puts_into_the_table_is_removed(lab: Lab, damag
     assert listed() == before
 
 
-def test_another_process_takes_the_table_over_and_deletes_it(lab: Lab) -> None:
-    lab.do(lambda: lab.table.write([lab.pair]))
-    next_process = ResetTable(lab.family)
-    assert lab.inside.inside(next_process.read) == {lab.pair}
-    lab.do(lambda: next_process.write([]))
-    assert lab.inside.inside(next_process.read) == frozenset()
-    lab.do(lambda: lab.table.write([lab.pair]))
-    named = [f"table {lab.family.ip} {resets.TABLE}"]
-    assert lab.inside.inside(lambda: delete_resets(lab.family, dry_run=True)) == named
-    assert lab.inside.inside(lambda: delete_resets(lab.family, dry_run=False)) == named
-    assert lab.inside.inside(lambda: delete_resets(lab.family, dry_run=False)) == []
+@pytest.mark.usefixtures("nf_tables")
+@pytest.mark.parametrize("family", Family)
+def test_another_process_takes_the_table_over_and_deletes_it(family: Family) -> None:
+    pair, _ = pairs(family)
+    table, next_process = ResetTable(family), ResetTable(family)
+    table.write([pair])
+    assert next_process.read() == {pair}
+    next_process.write([])
+    assert next_process.read() == frozenset()
+    table.write([pair])
+    named = [f"table {family.ip} {resets.TABLE}"]
+    assert delete_resets(family, dry_run=True) == named
+    assert delete_resets(family, dry_run=False) == named
+    assert delete_resets(family, dry_run=False) == []
+
+
+@pytest.mark.parametrize("family", Family)
+def test_a_write_that_the_kernel_refuses_is_made_up_for_by_the_next(family: Family) -> None:
+    first, second = pairs(family)
+    with FakeKernel() as kernel:
+        table = ResetTable(family)
+        table.write([first])
+        kernel.refuse(errno.EBUSY, kind=NEWSETELEM, times=3)  # The change, its completion, the replacement.
+        with pytest.raises(HostError):
+            table.write([first, second])
+        assert table.read() == {first}
+        table.write([first, second])
+        assert table.read() == {first, second}
 
 
 def test_messages_and_text_make_the_same_table(lab: Lab) -> None:

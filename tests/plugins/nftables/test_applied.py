@@ -1,5 +1,7 @@
 """The difference between acknowledged and wanted elements."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,15 +9,17 @@ from hypothesis import strategies as st
 from kproxy_conformance.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.service import Destination, ServicePortKey
+from kproxy_core.nft.elements import Data, Found
 from kproxy_core.nft.objects import Chain
-from kproxy_core.nft.rules import rule_text
+from kproxy_core.nft.rules import NFT_GOTO, Verdict, rule_text
 from kproxy_core.plan.hashing import HashBy
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_nftables import names
 from kproxy_nftables.applied import Applied, Contents, arrange, compare, dict_of, held_elements
 from kproxy_nftables.names import parse_template
 from kproxy_nftables.settings import Settings
 from kproxy_nftables.skeleton import templates, templates_of
-from kproxy_nftables.wanted import Element, Value, node_elements
+from kproxy_nftables.wanted import node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 
@@ -63,7 +67,7 @@ def test_endpoints_among_hundreds_keep_their_indices(first: set[int], steps: lis
         assert all(after[at] == where for at, where in staying)
 
 
-def contents_of(applied: Applied) -> dict[tuple[str, bytes], Value]:
+def contents_of(applied: Applied) -> dict[tuple[str, bytes], Data]:
     own = [element for held in applied.held.values() for element in held_elements(held)]
     return dict_of([*own, *applied.shared])
 
@@ -160,7 +164,7 @@ def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
     return found
 
 
-def without_index(elements: list[Element]) -> set[tuple[str, bytes, object]]:
+def without_index(elements: Sequence[tuple[str, bytes, Found]]) -> set[tuple[str, bytes, object]]:
     """Return elements without the index in endpoint keys, which is arbitrary."""
     return {
         (container, key[:-4] if container.endswith("-endpoints") else key, value)
@@ -199,13 +203,13 @@ def weighted(one: int | None, two: int | None, hash_by: HashBy = "") -> dict[Ser
 
 
 @pytest.mark.parametrize(("made", "verdict", "slots"), [
-    (weighted(None, None), "goto tcp-cluster-2", "12"),
-    (weighted(75, 25), "goto tcp-cluster-4", "1112"),
-    (weighted(0, 25), "goto tcp-cluster-1", "2"),
-    (weighted(0, 0), "goto reject-traffic", ""),
+    (weighted(None, None), Verdict(NFT_GOTO, "tcp-cluster-2"), "12"),
+    (weighted(75, 25), Verdict(NFT_GOTO, "tcp-cluster-4"), "1112"),
+    (weighted(0, 25), Verdict(NFT_GOTO, "tcp-cluster-1"), "2"),
+    (weighted(0, 0), Verdict(NFT_GOTO, "reject-traffic"), ""),
 ])
 def test_an_endpoint_has_as_many_elements_as_its_weight(
-    made: dict[ServicePortKey, ServicePlan], verdict: str, slots: str
+    made: dict[ServicePortKey, ServicePlan], verdict: Verdict, slots: str
 ) -> None:
     applied = Applied()
     adds = applied.difference(made).adds
@@ -238,8 +242,8 @@ def test_a_hash_selects_a_slot_of_the_table(hash_by: HashBy, number: str) -> Non
 
 def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
     a, b, c = b"aaaa", b"bbbb", b"cccc"
-    actual: Contents = {"vips": {a: "drop", b: "goto tcp-cluster-1"}, "node-ips": {c: None}}
-    others = [("vips", a, "goto tcp-cluster-2"), ("vips", c, "drop"), *node_elements(NODE)]
+    actual: Contents = {"vips": {a: names.DROP, b: Verdict(NFT_GOTO, "tcp-cluster-1")}, "node-ips": {c: None}}
+    others = [("vips", a, Verdict(NFT_GOTO, "tcp-cluster-2")), ("vips", c, names.DROP), *node_elements(NODE)]
     _, deletes, adds = compare({}, others, actual)
     assert {e[:2] for e in deletes} == {("vips", a), ("vips", b), ("node-ips", c)}
     assert {e[:2] for e in adds} == {("vips", a), ("vips", c), ("node-ips", bytes([192, 0, 2, 1]))}

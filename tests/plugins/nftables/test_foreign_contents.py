@@ -21,12 +21,12 @@ from kproxy_core.netlink.messages import (
     payload,
     text_attribute,
 )
-from kproxy_core.nft import rules
+from kproxy_core.nft import listing, rules
 from kproxy_core.nft.elements import CATCH_ALL
-from kproxy_core.nft.messages import KIND, Command
+from kproxy_core.nft.messages import DELSETELEM, KIND, NEWSETELEM, Command
 from kproxy_core.nft.objects import Table
 from kproxy_core.nft.rules import Expression, limit
-from kproxy_nftables import batch, names, skeleton
+from kproxy_nftables import names, skeleton
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.wanted import vip_key
@@ -119,7 +119,7 @@ def stateful(family: Family, name: str, key: bytes, value: bytes, expression: Ex
     with Kernel() as kernel:
         kernel.run([
             Command("", NetlinkRequest(kind, NLM_F_CREATE, payload(family, of, nested(3, element))))
-            for kind, element in ((KIND | 14, nested(1, plain)), (KIND | 12, added))
+            for kind, element in ((DELSETELEM, nested(1, plain)), (NEWSETELEM, added))
         ])  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_a_chain_whose_name_is_no_text_ends_with_its_table(backend: NftablesBack
     assert resync(backend, wanted, node).operations == 0
 
 
-@pytest.mark.parametrize(("module", "parser"), [(batch, "parse_elements"), (rules, "parse_expressions")])
+@pytest.mark.parametrize(("module", "parser"), [(listing, "parse_plain"), (rules, "parse_expressions")])
 def test_a_table_that_cannot_be_read_is_replaced(
     backend: NftablesBackend, module: ModuleType, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

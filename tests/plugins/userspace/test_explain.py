@@ -20,6 +20,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.explain import frontends
 from kproxy_userspace.kernel.portals import NftPortals
 from kproxy_userspace.names import TABLE
+from kproxy_userspace.skeleton import NODE_PORTS, RANGED_VIPS, VIPS
 from kproxy_userspace.wanted import Portal, Redirect
 from tests.nft_releases.releases import BOOKWORM, TRIXIE
 from tests.patience import PATIENCE
@@ -100,3 +101,20 @@ def test_portals_are_read_where_nft_crashes(monkeypatch: pytest.MonkeyPatch) -> 
         assert TRIXIE.run(f"add set ip {TABLE} s {{ type ifname; }}").returncode == 0
         assert BOOKWORM.run("list table ip", TABLE).returncode < 0
         assert frontends(Family.IPV4) == [Frontend(*portal.frontend)]
+
+
+@FAMILIES
+def test_elements_of_other_processes_are_no_portals(family: Family) -> None:
+    address = "10.96.0.10" if family is Family.IPV4 else "fd00:96::10"
+    portal = Portal(Protocol.TCP, parse_address(address), 80, "shop/web")
+    with lonely_node():
+        portals = NftPortals(family, None)
+        portals.rewrite([Redirect(portal, 40000)])
+        subprocess.run(["nft", "; ".join(
+            f"add element {family.ip} {TABLE} {element}" for element in (
+                f"{VIPS} {{ * : 7 }}", f"{VIPS} {{ {address} . icmp . 80 : 7 }}",
+                f"{RANGED_VIPS} {{ {address} . {address} . tcp . 80-90 : 7 }}",
+                f"{NODE_PORTS} {{ gre . 80 : 7 }}",
+            ))], check=True)
+        assert portals.held() == [Redirect(portal._replace(owner=""), 40000)]
+        assert frontends(family) == [portal.frontend]

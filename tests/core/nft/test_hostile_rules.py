@@ -1,4 +1,4 @@
-"""Filter chains as any program may have written them: each has an answer, and sets hold what they list."""
+"""Chains as any program may have written them: each packet has an end, and sets hold what they list."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
-from kproxy_core.nft.interpret import BaseChain, FilteredPacket, HeldSet, Interface, SetElement, drops
-from kproxy_core.nft.rules import Expression, HeldRule
+from kproxy_core.nft.elements import Element
+from kproxy_core.nft.expressions import BaseChain, HeldSet
+from kproxy_core.nft.interpret import interpret
+from kproxy_core.nft.packet import NO_INTERFACE, Flow, Interface, Node, Packet, Seen
+from kproxy_core.nft.rules import Expression, HeldRule, Verdict
 
-PACKET = FilteredPacket(
-    Family.IPV6, Protocol.UDP, parse_address("2001:db8::1"), None, 53, Interface("eth0", 2), None, None, None,
-    is_translated=True, is_from_node=False, is_to_node=False)
+SEEN = Seen(
+    Packet.of(Family.IPV6, Protocol.UDP, Flow(parse_address("2001:db8::1"), None, None, 53)),
+    Interface("eth0", 2), NO_INTERFACE, is_from_node=False)
 NAMES = (
     "payload", "meta", "ct", "fib", "immediate", "bitwise", "byteorder", "cmp", "range", "lookup", "counter",
     "reject", "queue", "objref", "match", "target", "exthdr", "limit", "log", "of a newer kernel",
@@ -37,7 +40,7 @@ rules = st.lists(st.builds(
 class Written:
     """Chains without sets, of which ``c`` is at the hook. Chain ``e`` is the last to which others jump."""
 
-    def __init__(self, chains: dict[str, list[HeldRule]], elements: Sequence[SetElement]) -> None:
+    def __init__(self, chains: dict[str, list[HeldRule]], elements: Sequence[Element]) -> None:
         self._chains = chains
         self._elements = elements
 
@@ -58,26 +61,28 @@ def without_jumps(found: list[HeldRule]) -> list[HeldRule]:
 
 
 elements = st.lists(st.builds(
-    SetElement, st.binary(min_size=4, max_size=4), st.just(b""), st.booleans(), st.booleans(),
-    st.binary(max_size=8), st.none()), max_size=3)
+    Element, st.sampled_from([b"", b"full"]) | st.binary(min_size=4, max_size=4),
+    st.none() | st.binary(max_size=8) | st.builds(Verdict, st.integers(-6, 5)), st.just(b""), st.booleans(),
+), max_size=3)
 
 
 @given(rules, rules, elements)
 def test_every_ruleset_has_an_answer(
-    base: list[HeldRule], other: list[HeldRule], held: list[SetElement]
+    base: list[HeldRule], other: list[HeldRule], held: list[Element]
 ) -> None:
     jumps = [rule._replace(expressions=tuple(
         each for each in rule.expressions if b"c\0" not in each.attributes.get(2, b""))) for rule in base]
-    found = drops(Written({"c": jumps, "d": without_jumps(other)}, held), [("forward", PACKET)])
-    assert all(drop.table == "t" for drop in found)
-    assert not any(drop.is_certain for drop in found[:-1])
+    found = interpret(
+        Written({"c": jumps, "d": without_jumps(other)}, held), SEEN, Node(lambda address, mark: None)).ends
+    assert found
+    assert len(found) == 1 or not any(end.is_certain for end in found)
 
 
 @given(st.lists(st.integers(0, 60), max_size=8, unique=True), st.integers(0, 63))
 def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
     edges = sorted(ends)
     held = HeldSet(1, True, (), [
-        SetElement(bytes([edge]), b"", bool(at % 2), False, b"", None) for at, edge in enumerate(edges)])
+        Element(bytes([edge]), is_end=bool(at % 2)) for at, edge in enumerate(edges)])
     inside = any(first <= value and (value < behind) for first, behind in zip(
         edges[::2], [*edges[1::2], 256], strict=False))
     assert (held.find(bytes([value])) is not None) is inside
@@ -87,6 +92,5 @@ def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
     (b"\x0a\0\0\1\0\x50\0\0", True), (b"\x0a\0\0\1\0\x51\0\0", False), (b"\x0a\0\1\1\0\x50\0\0", False),
 ])
 def test_a_concatenation_holds_what_is_within_each_part(value: bytes, held: bool) -> None:
-    element = SetElement(
-        b"\x0a\0\0\0\0\x10\0\0", b"\x0a\0\0\xff\0\x50\0\0", False, False, b"", None)
+    element = Element(b"\x0a\0\0\0\0\x10\0\0", last=b"\x0a\0\0\xff\0\x50\0\0")
     assert (HeldSet(8, True, (4, 2), [element]).find(value) is not None) is held

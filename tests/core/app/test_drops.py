@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
+from kproxy_core.app.drops import Drop, FilteredPacket, drops
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Drop, FilteredPacket, Interface, drops
-from kproxy_core.nft.listing import ListedFilters
+from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.ruleset import ListedRuleset
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
 
@@ -131,6 +132,12 @@ CASES = {
     "the route back, by iptables": Case(
         "*mangle\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -m rpfilter --validmark --invert -j DROP\n"
         "-A PREROUTING -m rpfilter -j DROP\nCOMMIT\n", ("PREROUTING", 2)),
+    "a drop among the translations": Case(
+        "table ip t { chain c { type nat hook prerouting priority dstnat - 5; counter drop; }; }", ("c", 1)),
+    "a state, by the older match of iptables": Case(iptables(
+        "-A FORWARD -m state --state RELATED,ESTABLISHED -j ACCEPT", "-A FORWARD -j DROP"), ("FORWARD", 2)),
+    "addresses of the node before the translation": Case(
+        at_prerouting("raw", "fib daddr type local drop", "fib daddr type unicast counter drop"), ("c", 2)),
     "a mark of iptables": Case(iptables(
         "-A FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT", policy="DROP"), ("FORWARD", None)),
 }
@@ -171,9 +178,9 @@ def predicted(router: Namespace) -> list[Drop]:
         packet = FilteredPacket(
             Family.IPV4, Protocol.TCP, source, server, 8080, Interface("c0", socket.if_nametoindex("c0")),
             Interface("s0", socket.if_nametoindex("s0")), parse_address(DIALLED), 80,
-            is_translated=True, is_from_node=False, is_to_node=False)
+            is_translated=True, is_from_node=False, is_to_node=False, is_dialled_on_node=False)
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            filters = ListedFilters(sock)
+            filters = ListedRuleset(sock)
             return drops(filters, [(hook, packet) for hook in ("prerouting", "forward", "postrouting")])
 
     return router.inside(read)
@@ -200,16 +207,19 @@ def test_a_packet_ends_where_it_is_predicted(name: str, rig: Rig) -> None:
 
 AT_RANDOM = "-m statistic --mode random --probability 0.5"
 UNCLEAR = {
+    "a meter": (
+        at_forward("meter m { ip saddr limit rate over 9/second } drop"),
+        [("c", 1, False, ("dynset with limit in rule 1 of chain c",))]),
     "a limit": (at_forward("limit rate 1/second accept", "counter drop"),
                 [("c", 2, True, ("limit in rule 1 of chain c",))]),
     "a random number": (at_forward("numgen random mod 2 0 counter drop", "accept"),
-                        [("c", 1, False, ("an unknown value in rule 1 of chain c",))]),
+                        [("c", 1, False, ("numgen in rule 1 of chain c",))]),
     "a match of iptables": (iptables(
         f"-A FORWARD {AT_RANDOM} -j OTHER", "-A OTHER -j ACCEPT", policy="DROP"),
         [("FORWARD", None, True, ("match statistic in rule 1 of chain FORWARD",))]),
     "a return": (iptables(
         "-A FORWARD -j OTHER", f"-A OTHER {AT_RANDOM} -j RETURN",
-        "-A OTHER -j DROP"), [("OTHER", 2, False, ("match statistic in rule 1 of chain OTHER",))]),
+        "-A OTHER -j DROP"), [("OTHER", 2, True, ("match statistic in rule 1 of chain OTHER",))]),
     "a way that may not be taken": (iptables(
         f"-A FORWARD {AT_RANDOM} -j OTHER", "-A OTHER -j DROP",
         "-A FORWARD -j DROP"), [
@@ -227,9 +237,24 @@ def test_what_is_not_understood_is_said(name: str, rig: Rig) -> None:
     assert [(drop.chain, drop.rule, drop.is_met, drop.doubts) for drop in predicted(rig.router)] == expected
 
 
+def test_a_translation_before_that_of_the_service_proxy_is_named(rig: Rig) -> None:
+    base = f"type nat hook prerouting priority dstnat - 5; ip daddr {DIALLED} tcp dport 80 jump d"
+    set_rules(rig.router, f"table ip t {{ chain d {{ meta l4proto tcp counter dnat to {SERVER}:81; }}; "
+              f"chain c {{ {base}; }}; }}")
+    (found,) = predicted(rig.router)
+    assert (found.chain, found.rule, found.is_certain) == ("d", 1, True)
+    assert found.translates_to == (parse_address(SERVER), 81)
+
+
+def test_a_translation_behind_that_of_the_service_proxy_is_not_met(rig: Rig) -> None:
+    set_rules(rig.router, f"table ip t {{ chain c {{ type nat hook prerouting priority dstnat + 5; "
+              f"ip daddr {DIALLED} meta l4proto tcp counter dnat to {SERVER}:81; }}; }}")
+    assert predicted(rig.router) == []
+
+
 def test_a_ruleset_with_many_ways_ends(rig: Rig) -> None:
     chains = "".join(f"chain c{at} {{ {f'jump c{at + 1}; ' * 9} }};" for at in reversed(range(14)))
     set_rules(
         rig.router, f"table ip t {{ chain c14 {{ counter; }}; {chains} chain c {{ {FORWARD} jump c0; }}; }}")
     (drop,) = predicted(rig.router)
-    assert (drop.is_met, drop.doubts) == (False, ("more than 20,000 rules",))
+    assert (drop.is_met, drop.doubts) == (False, ("more than 50,000 rules",))

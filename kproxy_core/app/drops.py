@@ -1,0 +1,206 @@
+"""Places where chains of other programs end packets, or translate them before a service proxy does. Pure."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.nft.expressions import CERTAIN, BaseChain, Branch, Chance, Ruleset
+from kproxy_core.nft.interpret import End, Fate, Way, track
+from kproxy_core.nft.packet import (
+    LOOPBACK,
+    RTN_LOCAL,
+    RTN_UNICAST,
+    Flow,
+    Interface,
+    Node,
+    Number,
+    Packet,
+    Place,
+    Route,
+    Seen,
+    Status,
+)
+
+
+class FilteredPacket(NamedTuple):
+    """The first packet of a connection at one hook. None: not known."""
+
+    family: Family
+    protocol: Protocol
+    source: Address | None
+    destination: Address | None
+    port: int | None
+    """Destination port."""
+    input: Interface | None
+    output: Interface | None
+    dialled: Address | None
+    """The destination before any translation, and its port."""
+    dialled_port: int | None
+    is_translated: bool
+    is_from_node: bool
+    is_to_node: bool
+    mark: int | None = 0
+    """At the first hook, behind the translation, which may set it. Chains may change it on the way."""
+    is_dialled_on_node: bool | None = None
+    """Whether the destination before any translation is an address of the node."""
+
+
+class Drop(NamedTuple):
+    """A place where the packet ends, or may end."""
+
+    family: str
+    table: str
+    chain: str
+    rule: int | None
+    """Position in the chain, from 1; None: the chain's policy."""
+    handle: int
+    """nft's handle of the rule; 0: none."""
+    rejects: bool
+    """The sender is told."""
+    packets: int | None
+    """Packets that ended here so far; None: not counted."""
+    is_met: bool
+    """The rule matches the packet; False: it may."""
+    doubts: tuple[str, ...]
+    """Statements of which it is not known whether they match, each with its rule: one before may accept the
+    packet, or one of this rule may not match it."""
+    translates_to: tuple[Address | None, int | None] | None = None
+    """Another program translates the packet here, to an address and a port; None: it ends here."""
+
+    @property
+    def is_certain(self) -> bool:
+        return self.is_met and not self.doubts
+
+
+def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
+    """Return the places where chains may end a packet or translate it first; none after a certain one.
+
+    *way* are the hooks in their order, each with the packet there, which is translated already: chains before
+    the translation see it as it was. Tables of service proxies are left out. Raises OSError.
+    """
+    found: list[Drop] = []
+    ended: Chance | None = None
+    branches: list[Branch] = []
+    for hook, packet in way:
+        follows = _is_of_others if packet.dialled_port is not None else _is_filter_of_others
+        walk = Way(ruleset, _node_of(packet), follows, _is_not_service_chain)
+        branches = [_at(branch, hook, packet) for branch in branches] or [
+            Branch(_first(packet, hook), CERTAIN)]
+        diverted: list[Branch] = []
+        if hook in ("prerouting", "output"):
+            passed = walk.hook(hook, branches, _translation_of(packet))
+            diverted = [branch for branch in passed if _diverting(branch.seen) is not None]
+            branches = [branch for branch in passed if _diverting(branch.seen) is None]
+        else:
+            branches = walk.hook(hook, branches)
+        for end in walk.ends:
+            is_drop = end.fate in (Fate.DROPPED, Fate.REJECTED)
+            if end.place is None or not (is_drop or (end.fate is Fate.UNKNOWN and end.place.rule is None)):
+                continue
+            ended = end.branch.chance if ended is None else ended.or_else(end.branch.chance)
+            found.append(_drop(end, end.place, is_certain=ended.is_certain))
+            if ended.is_certain:
+                return found
+        for branch in diverted:
+            ended = branch.chance if ended is None else ended.or_else(branch.chance)
+            found.append(_diversion(branch, is_certain=ended.is_certain))
+            if ended.is_certain:
+                return found
+        if not branches:
+            break
+    return found
+
+
+def _diverting(seen: Seen) -> Place | None:
+    """Return the rule of another program that has translated the packet."""
+    connection = seen.connection
+    return connection.translated_by if connection and connection.status & Status.DST_NAT else None
+
+
+def _diversion(branch: Branch, *, is_certain: bool) -> Drop:
+    place = _diverting(branch.seen)
+    assert place is not None
+    flow = branch.seen.packet.flow
+    return _drop(End(Fate.SENT, "", place, None, branch), place, is_certain=is_certain)._replace(
+        translates_to=(flow.destination, flow.port))
+
+
+def _drop(end: End, place: Place, *, is_certain: bool) -> Drop:
+    chance = end.branch.chance
+    is_met = is_certain or (not any(doubt.matched for doubt in chance.random) and any(
+        not any(doubt.matched for doubt in case) for case in chance.cases))
+    return Drop(
+        *place, end.fate is Fate.REJECTED, end.packets, is_met, () if is_certain else chance.doubts)
+
+
+def _node_of(packet: FilteredPacket) -> Node:
+    """Return a node with the routes that *packet* takes."""
+
+    def route(address: Address, mark: Number) -> Route | None:
+        if address == packet.source:
+            return Route(RTN_LOCAL, LOOPBACK) if packet.is_from_node else Route(RTN_UNICAST, packet.input)
+        if address == packet.destination:
+            return Route(RTN_LOCAL, LOOPBACK) if packet.is_to_node else Route(RTN_UNICAST, packet.output)
+        if address == packet.dialled and packet.is_dialled_on_node is not None:
+            return Route(RTN_LOCAL if packet.is_dialled_on_node else RTN_UNICAST, None)
+        return None
+
+    return Node(route)
+
+
+def _first(packet: FilteredPacket, hook: str) -> Seen:
+    """Return *packet* as the first chains of its first hook see it."""
+    flow = Flow(packet.source, packet.dialled, None, packet.dialled_port)
+    before = hook in ("prerouting", "output")
+    mark: Number = "the mark" if packet.mark is None or (packet.mark and before) else packet.mark
+    # Within hook "output" it keeps the interface to which it was routed before the translation.
+    output = None if hook == "output" and packet.is_translated else packet.output
+    seen = Seen(
+        Packet.of(packet.family, packet.protocol, flow), packet.input, output, packet.is_from_node, mark)
+    return seen if before else _translation_of(packet)(track(seen))
+
+
+def _at(branch: Branch, hook: str, packet: FilteredPacket) -> Branch:
+    """Return a packet as it comes to the next hook."""
+    seen = branch.seen
+    if hook == "output" and packet.is_from_node and not seen.is_from_node:
+        return branch._replace(seen=_first(packet, hook))
+    return branch._replace(seen=seen._replace(
+        input=packet.input, output=packet.output, is_from_node=packet.is_from_node))
+
+
+def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
+    """Return the translation that a service proxy makes, which may mark the packet, too."""
+
+    def translate(seen: Seen) -> Seen:
+        flow = seen.packet.flow._replace(destination=packet.destination, port=packet.port)
+        connection = seen.connection
+        if connection is not None and packet.is_translated:
+            connection = connection._replace(
+                status=connection.status | Status.DST_NAT | Status.DST_NAT_DONE, reply=flow.reversed())
+        mark: Number = seen.mark if seen.mark != "the mark" or packet.mark is None else packet.mark
+        return seen._replace(
+            packet=seen.packet.with_flow(flow), connection=connection, mark=mark)
+
+    return translate
+
+
+def _is_filter_of_others(chain: BaseChain) -> bool:
+    return chain.type != "nat" and _is_of_others(chain)
+
+
+def _is_of_others(chain: BaseChain) -> bool:
+    """Return whether a chain is in no table of kproxy's or kube-proxy's, which ``kproxy explain`` reads."""
+    return chain.table not in ("kproxy", "kube-proxy") and not chain.table.startswith("kproxy-")
+
+
+_SERVICE_CHAIN: Final = re.compile(
+    r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
+    r"SOURCE-RANGES-FIREWALL|POSTROUTING|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
+"""Chains of service proxies in the tables of iptables, which are not other programs' either.
+KUBE-FORWARD is not among them: it accepts packets before others drop them."""
+
+
+def _is_not_service_chain(name: str) -> bool:
+    return _SERVICE_CHAIN.fullmatch(name) is None

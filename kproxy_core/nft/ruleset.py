@@ -1,0 +1,106 @@
+"""The ruleset that the kernel lists, for the interpreter: the chains, rules and sets of all programs."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
+
+from kproxy_core.netlink.messages import NFGENMSG, Span, attributes, decoding, text, text_attribute
+from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.elements import parse_elements
+from kproxy_core.nft.expressions import BaseChain, HeldSet, parse_base_chain, parse_held_set
+from kproxy_core.nft.messages import ABSENT, FAMILIES, GETCHAIN, GETRULE, GETSET, GETSETELEM, GETTABLE
+from kproxy_core.nft.objects import DORMANT
+from kproxy_core.nft.rules import HeldRule, parse_rule
+
+T = TypeVar("T")
+
+_FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
+
+
+class ListedRuleset:
+    """The chains, rules and sets of this thread's network namespace, each read when it is first asked for.
+
+    All methods raise OSError.
+    """
+
+    def __init__(self, sock: NetlinkSocket) -> None:
+        self._socket = sock
+        self._base_chains: Sequence[BaseChain] | None = None
+        self._rules: dict[tuple[str, str, str], Sequence[HeldRule]] = {}
+        self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        """Return the chains at hooks in their order, but for those of dormant tables."""
+        if self._base_chains is None:
+            dormant = set(self._dumped(GETTABLE, 0, b"", _dormant_table))
+            found = self._dumped(GETCHAIN, 0, b"", _base_chain)
+            self._base_chains = [each for each in found if (each.family, each.table) not in dormant]
+        return self._base_chains
+
+    def chain_names(self, family: str, table: str) -> frozenset[str]:
+        def name(of: str, span: Span) -> Iterator[str]:
+            found = attributes(*span)
+            if (of, text(found[1])) == (family, table):
+                yield text(found[3])
+
+        return frozenset(self._dumped(GETCHAIN, 0, b"", name))
+
+    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
+        key = family, table, chain
+        if key not in self._rules:
+            of = text_attribute(1, table) + text_attribute(2, chain)
+            self._rules[key] = self._dumped(
+                GETRULE, _FAMILY_NUMBERS[family], of, lambda _, span: [parse_rule(span)[1]])
+        return self._rules[key]
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        key = family, table, name
+        if key not in self._sets:
+            self._sets[key] = self._held_set(
+                _FAMILY_NUMBERS[family], text_attribute(1, table) + text_attribute(2, name))
+        return self._sets[key]
+
+    def _held_set(self, family: int, of: bytes) -> HeldSet | None:
+        try:
+            data, start, end = self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+        elements = self._dumped(GETSETELEM, family, of, lambda _, span: parse_elements(span))
+        with decoding("a set"):
+            return parse_held_set(attributes(data, start + NFGENMSG.size, end), elements)
+
+    def _dumped(
+        self, kind: int, family: int, of: bytes, parse: Callable[[str, Span], Iterable[T]]
+    ) -> list[T]:
+        """Return what *parse* makes of family and attributes of each answer; none without a subject."""
+
+        def collect(answers: Iterator[Span]) -> list[T]:
+            with decoding("a filter"):
+                return [
+                    item for data, start, end in answers
+                    for item in parse(
+                        FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
+                ]  # fmt: skip
+
+        try:
+            return self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return []
+            raise
+
+
+def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:
+    found = attributes(*span)
+    if int.from_bytes(found.get(2, b""), "big") & DORMANT:
+        yield family, text(found[1])
+
+
+def _base_chain(family: str, span: Span) -> Iterator[BaseChain]:
+    """Yield a listed chain if it is at a hook. Most are not, and only searched for the names of types."""
+    data, start, end = span
+    if any(data.find(kind, start, end) >= 0 for kind in (b"filter\0", b"nat\0", b"route\0")):
+        found = parse_base_chain(family, attributes(*span))
+        if found is not None:
+            yield found
