@@ -7,6 +7,7 @@ it fails.
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,8 +109,22 @@ def needed_by(test: str) -> Iterator[str]:
             yield from rights
 
 
+_PATH = os.environ.get("PATH")
+_NOT_FOUND = re.compile(
+    r"No such file or directory: '([\w-]+)'" r'|exec of "([\w-]+)" failed: No such'
+    r"|\bsh: \d+: ([\w-]+): not found" r"|\b([\w-]+) is not installed")  # fmt: skip
+"""How Python, ``ip netns exec``, a shell and kproxy report a program that they did not find."""
+
+
 def refused_in(error: BaseException | None) -> MissingRight | None:
-    """Return the missing right behind *error*, if that is its cause."""
+    """Return the missing right behind *error*, if that is its cause.
+
+    So is a program that was not found, unless only the test has hidden it.
+    """
     while error is not None and not isinstance(error, MissingRight):
+        for found in _NOT_FOUND.finditer(str(error)):
+            name = found[found.lastindex or 0]
+            if shutil.which(name, path=_PATH) is None:
+                return MissingRight(f"the program {name}", "not installed")
         error = error.__cause__ or error.__context__
     return error

@@ -319,7 +319,8 @@ class _Proxy:
             families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
             pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
         self._heartbeat = Heartbeat(
-            manager, self._loop.post, status=self._status, alive=self._health.alive)
+            manager, self._loop.post, prepare=self._health.all_problems, status=self._status,
+            alive=self._health.alive)
         self._settings_of = settings_of_modes(configuration, families)
         self._mode_settings = partial(mode_settings, configuration, registry, families)
         self._retiring = RetiringModes(
@@ -545,7 +546,7 @@ class _Proxy:
 
     def _status(self) -> str:
         """Return this process's state in one line, for systemd."""
-        problems = "; ".join(self._health.problems())
+        problems = "; ".join(self._health.last_problems())
         return f"mode {self._about.mode}: {problems or f'{len(self._store.services)} Services'}"
 
     def _fell_back(self, fallback: Fallback) -> None:

@@ -56,14 +56,16 @@ class Heartbeat:
 
     def __init__(
         self, manager: ServiceManager, post: Callable[[Callable[[], None]], None], *,
-        status: Callable[[], str], alive: Callable[[], bool],
+        prepare: Callable[[], object], status: Callable[[], str], alive: Callable[[], bool],
     ) -> None:
         """*post* has a function called on the loop's thread, where *status* and *alive* are called.
 
-        *status*: the text of ``systemctl status``. *alive*: what ``/livez`` answers.
+        *prepare* is called before each message on a thread of its own, for what may take long. *status*: the
+        text of ``systemctl status``. *alive*: what ``/livez`` answers.
         """
         self._manager = manager
         self._post = post
+        self._prepare = prepare
         self._status = status
         self._alive = alive
         self._ready = False
@@ -105,6 +107,8 @@ class Heartbeat:
         self._manager.send("STOPPING=1", "STATUS=stopping")
 
     def _run(self) -> None:
-        self._post(self.beat)
-        while not self._stopped.wait(self.interval):
+        while True:
+            self._prepare()
             self._post(self.beat)
+            if self._stopped.wait(self.interval):
+                return

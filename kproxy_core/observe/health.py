@@ -1,6 +1,7 @@
 """The proxy's own health, and health check node ports (kube-proxy 1.36, pkg/proxy/healthcheck; KEP-1669)."""
 
 import json
+import logging
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,8 @@ from kproxy_core.observe.messages import Answer
 from kproxy_core.observe.server import HttpServer, Listener
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.sync.plans import HealthCheck
+
+log = logging.getLogger("kproxy.health")
 
 
 class _FamilyState(Struct):
@@ -80,8 +83,8 @@ class ProxyHealth(SyncObserver):
         self._held = ""
         self._others: dict[tuple[Family | None, str], str] = {}
         self._readers: dict[str, Callable[[], Iterable[str]]] = {}
-        self._has_read_problems = False
-        """When `_readers` were asked last, one of them had a problem."""
+        self._read: Sequence[Problem] = ()
+        """What `_readers` said when they were asked last."""
         self._was_well = False
         self._since_ns = wall_ns()
 
@@ -179,9 +182,17 @@ class ProxyHealth(SyncObserver):
 
         Of each reader, `_MOST_NAMED` problems at most, and the number of the others.
         """
+        return self._named(self.all_problems())
+
+    def last_problems(self) -> list[str]:
+        """Return `problems`, with what readers said when they were asked last. For the loop's thread."""
+        with self._lock:
+            return self._named([*self._own_problems(), *self._read])
+
+    def _named(self, problems: Iterable[Problem]) -> list[str]:
         named: list[str] = []
         of_reader = Counter[str]()
-        for about, text in self.all_problems():
+        for about, text in problems:
             of_reader[about] += 1
             if about not in self._readers or of_reader[about] <= _MOST_NAMED:
                 named.append(text)
@@ -190,9 +201,14 @@ class ProxyHealth(SyncObserver):
 
     def all_problems(self) -> list[Problem]:
         """Return every problem. Not on the loop's thread, because readers are asked."""
-        read = [Problem(about, text) for about, reader in self._readers.items() for text in reader()]
+        read: list[Problem] = []
+        for about, reader in self._readers.items():
+            try:
+                read += [Problem(about, text) for text in reader()]
+            except Exception:  # a probe that fails would end a proxy that serves
+                log.exception("bug: problems cannot be told", extra={"fields": {"about": about}})
         with self._lock:
-            self._has_read_problems = bool(read)
+            self._read = read
             self._note()
             return [*self._own_problems(), *read]
 
@@ -207,7 +223,7 @@ class ProxyHealth(SyncObserver):
 
     def _note(self) -> None:
         """Remember when the proxy became well, or no longer so: if it is late, since its oldest change."""
-        is_well = not self._has_read_problems and not self._own_problems()
+        is_well = not self._read and not self._own_problems()
         if is_well != self._was_well:
             now = self._monotonic()
             late = [now - (state.pending_since or now) for state in self._states.values()

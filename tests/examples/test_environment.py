@@ -17,6 +17,7 @@ PROGRAMS = (
     "unshare",
 )  # fmt: skip
 PYTHON = "#!/bin/sh\ncase $2 in *version*) echo {old} ;; *) echo {absent} ;; esac\n"
+INSTALL, AT_ONCE = "apt-get install -y --no-install-recommends", "-o Acquire::Retries::Delay=false"
 RECORDING = '#!/bin/sh\necho "$0 $*" >> "$0.calls"\n'
 INSTALLING = """
 for package; do
@@ -37,6 +38,13 @@ test -e $0.updated || exit 100
 WITHOUT_IPSET = f"""{RECORDING}
 case $* in *ipset*) echo 'E: Unable to locate package ipset'; exit 100 ;; esac
 {INSTALLING}"""
+UNREACHABLE = """#!/bin/sh
+echo "$0 $*" >> "$0.calls"
+case $* in update* | *--simulate) exit 0 ;; esac
+echo 'E: Failed to fetch curl.deb  Temporary failure resolving deb.example'
+exit 100
+"""
+"""apt-get whose lists of packages are old ones, which do for ``update``, without a network."""
 OFFLINE = "#!/bin/sh\n[ $1 = update ] && echo \"E: Could not resolve 'deb.example'\" >&2\nexit 100\n"
 
 
@@ -105,7 +113,7 @@ def test_packages_that_cannot_be_installed_are_named(tmp_path: Path) -> None:
     assert done.stdout == "installing ipset\nupdating apt's lists of packages\n"
     assert done.stderr.splitlines() == [
         "E: Could not resolve 'deb.example'",
-        "failed: apt-get update -qq",
+        f"failed: apt-get update -qq {AT_ONCE}",
         "make env: missing: ipset; the rest works. As root: apt-get install -y --no-install-recommends ipset",
     ]
 
@@ -114,10 +122,25 @@ def test_a_package_that_apt_does_not_have_keeps_no_other_out(tmp_path: Path) -> 
     done = check(machine(tmp_path, without=["curl", "ipset"], uid=0, others={"apt-get": WITHOUT_IPSET}))
     assert done.returncode == 0
     assert (tmp_path / "curl").exists()
+    assert done.stdout == "installing curl ipset\nupdating apt's lists of packages\ninstalling curl\n"
     assert done.stderr.splitlines() == [
         "E: Unable to locate package ipset",
-        "failed: apt-get install -y --no-install-recommends curl ipset",
+        f"failed: {INSTALL} curl ipset {AT_ONCE}",
         "make env: missing: ipset; the rest works. As root: apt-get install -y --no-install-recommends ipset",
+    ]
+
+
+def test_without_a_network_no_package_is_tried_by_itself(tmp_path: Path) -> None:
+    """With its lists, apt has them all: it could fetch none."""
+    done = check(machine(tmp_path, without=["curl", "ipset"], uid=0, others={"apt-get": UNREACHABLE}))
+    assert done.returncode == 0
+    install = f"{INSTALL} curl ipset {AT_ONCE}"
+    assert [call for call in calls(tmp_path) if "--simulate" not in call] == [
+        install, f"apt-get update -qq {AT_ONCE}", install]
+    assert done.stderr.splitlines() == [
+        "E: Failed to fetch curl.deb  Temporary failure resolving deb.example",
+        f"failed: {install}",
+        f"make env: missing: curl ipset; the rest works. As root: {INSTALL} curl ipset",
     ]
 
 
@@ -134,14 +157,14 @@ def test_on_a_bare_fedora_every_package_has_its_name_there(tmp_path: Path) -> No
 def test_root_on_debian_and_ubuntu_has_it_installed(tmp_path: Path) -> None:
     done = check(machine(tmp_path, without=["iptables-nft", "iptables-legacy"], uid=0, others=APT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "installing iptables\n", "")
-    assert calls(tmp_path) == ["apt-get install -y --no-install-recommends iptables"]
+    assert calls(tmp_path) == [f"{INSTALL} iptables {AT_ONCE}"]
 
 
 def test_lists_of_packages_are_fetched_if_there_are_none(tmp_path: Path) -> None:
     done = check(machine(tmp_path, without=["ipset"], uid=0, others={"apt-get": FORGETFUL}))
     assert (done.returncode, done.stderr) == (0, "")
-    install = "apt-get install -y --no-install-recommends ipset"
-    assert calls(tmp_path) == [install, "apt-get update -qq", install]
+    install = f"{INSTALL} ipset {AT_ONCE}"
+    assert calls(tmp_path) == [install, f"apt-get update -qq {AT_ONCE}", install]
 
 
 def test_a_python_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> None:

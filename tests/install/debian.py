@@ -1,4 +1,4 @@
-"""Debian as it is after its installation, for tests that install kproxy: what they change is gone afterwards.
+"""Debian or Ubuntu as after its installation, for tests that install kproxy: their changes are discarded.
 
 `debian` beside this file makes the root file system, once on a machine.
 """
@@ -56,7 +56,7 @@ def release(suite: str) -> str:
     """Return the directory with the root file system of *suite*."""
     made = subprocess.run([MAKE, suite], capture_output=True, text=True, check=False)
     if made.returncode:
-        raise MissingRight(f"Debian's {suite}", made.stderr.strip().splitlines()[-1])
+        raise MissingRight(f"a root file system of {suite}", made.stderr.strip().splitlines()[-1])
     return made.stdout.strip()
 
 

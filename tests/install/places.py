@@ -94,10 +94,10 @@ def on_this_machine(built: Path, directory: Path) -> Iterator[Place]:
 
 @contextmanager
 def on_debian(built: Path, directory: Path, *, suite: str, python: str, own_python: bool) -> Iterator[Place]:
-    """Install *built* on the Debian *suite*, as if nobody had installed python3-nftables.
+    """Install *built* on *suite* of Debian or Ubuntu, as if nobody had installed python3-nftables.
 
-    *python*: the version. With *own_python*, by Debian's Python and pip. Else in an environment of a Python
-    that is not Debian's and without a pip of its own, as pipx and uv make it.
+    *python*: the version. With *own_python*, by the release's Python and pip. Else in an environment of a
+    Python that is not the release's and without a pip of its own, as pipx and uv make it.
     """
     directory.mkdir()
     with debian(suite, directory) as system:

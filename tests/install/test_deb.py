@@ -16,7 +16,7 @@ from tests.install.debian import Debian, debian
 from tests.install.machine import apt_get, machine, output
 from tests.install.packages import NEWER, newer
 
-SUITES = ("bookworm", "trixie")
+SUITES = ("bookworm", "trixie", "noble")
 UNIT = "kproxy.service"
 WAIT = 30.0
 """Seconds."""

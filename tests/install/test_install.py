@@ -1,6 +1,7 @@
 """kproxy installed from its wheel, without extras: it serves, and names what is missing for the rest.
 
-In virtual environments of the Pythons of this machine, of Debian 13 and 14, and of one that is not Debian's.
+In virtual environments of the Pythons of this machine, of Debian 13 and 14, of Ubuntu 24.04, and of a Python
+that is not the release's.
 """
 
 import json
@@ -33,6 +34,7 @@ PLACES: dict[str, Where] = {
     "debian-13": partial(on_debian, suite="trixie", python="3.13", own_python=True),
     "debian-13-other-python": partial(on_debian, suite="trixie", python="3.11", own_python=False),
     "debian-14": partial(on_debian, suite="forky", python="3.14", own_python=True),
+    "ubuntu-24.04": partial(on_debian, suite="noble", python="3.12", own_python=True),
 }
 WEB = """
 apiVersion: kproxy.dev/v1

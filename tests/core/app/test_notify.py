@@ -133,7 +133,8 @@ class FakeLoop:
 
 
 def heartbeat(manager: ServiceManager, loop: FakeLoop, *, alive: bool = True) -> Heartbeat:
-    return Heartbeat(manager, loop.post, status=lambda: "well", alive=lambda: alive)
+    return Heartbeat(
+        manager, loop.post, prepare=lambda: None, status=lambda: "well", alive=lambda: alive)
 
 
 def test_a_stuck_loop_sends_nothing(systemd: Systemd) -> None:

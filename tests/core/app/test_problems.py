@@ -144,4 +144,17 @@ def test_of_many_problems_the_first_are_named() -> None:
     assert len(health.all_problems()) == 1000
     assert not health.condition().is_well
     bad.clear()
+    assert len(health.last_problems()) == 21, "the loop's thread asks nobody"
     assert health.condition().is_well
+    assert health.last_problems() == []
+
+
+def test_a_reader_that_fails_keeps_no_other_from_telling(caplog: pytest.LogCaptureFixture) -> None:
+    health = ProxyHealth((V4,), timeout=60, node_required=False)
+    health.sync_succeeded(synced(V4))
+    health.include("objects", lambda: [str(1 // 0)])
+    health.include("listeners", lambda: ["the metrics server: cannot listen"])
+    assert health.healthz().status == 200
+    assert health.problems() == ["the metrics server: cannot listen"]
+    assert "bug: problems cannot be told" in caplog.text
+    caplog.clear()

@@ -172,6 +172,6 @@ def test_the_first_chain_of_another_program_that_drops_the_packet_is_named(
             "nft table inet firewalld, chain filter_FORWARD, rule 2 rejects it (0 packets so far)"]
         assert places("node") == [
             "nft table inet firewalld, chain filter_OUTPUT, rule 1 may drop it; "
-            "not understood: an unknown value in rule 1 of chain filter_OUTPUT"]
+            "not understood: meta skuid in rule 1 of chain filter_OUTPUT"]
         assert "\n  filters     nft table inet firewalld, chain" in node.run(
             KPROXY, "explain", "10.1.9.9", "10.96.0.10:80")

@@ -6,6 +6,7 @@ from kproxy_core.model.address import Family
 from kproxy_iptables.family import FamilyState
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
+from tests import rights
 
 V4, V6 = Family.IPV4, Family.IPV6
 
@@ -14,7 +15,8 @@ INTERFACES = (NFT, LEGACY)
 
 
 def variant(interface: str) -> Variant:
-    """Return the programs for nf_tables, or the legacy ones."""
+    """Return the programs for nf_tables, or the legacy ones. Raises MissingRight."""
+    rights.program("iptables-nft" if interface == NFT else "iptables-legacy")
     return next(found for found in find_variants() if found.nft is (interface == NFT))
 
 

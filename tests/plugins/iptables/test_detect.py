@@ -8,6 +8,7 @@ from kproxy_core.contract.values import BackendSettings, Detection
 from kproxy_core.linux import process, programs, trial
 from kproxy_iptables.detect import detect
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
+from tests.rights import program
 
 BOTH = BackendSettings((V4, V6))
 
@@ -36,6 +37,7 @@ def test_each_match_and_target_is_tried_with_the_programs_of_the_node(netns: Non
 
 
 def test_detection_without_a_trial_creates_nothing(netns: None) -> None:
+    program("iptables")
     detection = detect(BOTH, None, load_modules=False)
     assert detection.usable
     assert {"IPv4: nat table", "IPv6: nat table"} <= set(what(detection))
@@ -58,6 +60,7 @@ def test_only_the_refused_feature_is_missing(
     netns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fake program refuses the recent match."""
+    program("iptables")
     real = programs.run
 
     def run_without_recent(*argv: str, stdin: str = "", **rest: object) -> programs.Done:

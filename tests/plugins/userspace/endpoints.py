@@ -70,7 +70,10 @@ def name_of(sock: socket.socket) -> str:
     """Return the name of the endpoint at the other end."""
     name = b""
     while not name.endswith(b";"):
-        part = sock.recv(1)
+        try:
+            part = sock.recv(1)
+        except TimeoutError as error:
+            raise TimeoutError(f"timed out after {name!r}") from error
         if not part:
             raise ConnectionError("hung up before saying a name")
         name += part

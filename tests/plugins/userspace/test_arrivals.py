@@ -2,7 +2,9 @@
 
 import socket
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -96,14 +98,19 @@ def lost() -> int:
 
 @contextmanager
 def shown_if_late() -> Iterator[None]:
-    """After a timeout, show the sockets, tracked connections and rules: it was seen once, without a cause."""
+    """After a timeout, show the sockets, tracked connections, rules and threads.
+
+    It was seen twice, without a cause: the endpoint's socket had sent one byte of its name.
+    """
     try:
         yield
     except TimeoutError as error:
-        commands = (["ss", "-tanoi"], ["conntrack", "-L", "-p", "tcp"], ["nft", "list", "ruleset"])
+        commands = (["ss", "-tanpoie"], ["conntrack", "-L", "-p", "tcp"], ["nft", "list", "ruleset"])
         shown = [
             subprocess.run(each, capture_output=True, text=True, check=False).stdout for each in commands]
-        raise AssertionError("\n".join(shown)) from error
+        for frame in sys._current_frames().values():
+            shown += traceback.format_stack(frame)
+        raise AssertionError("\n".join([str(error), *shown])) from error
 
 
 @contextmanager
