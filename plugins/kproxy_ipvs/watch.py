@@ -50,7 +50,7 @@ class Watcher(NotificationThread):
         for family, address in deleted.items():
             self._damaged(family, f"{format_address(address)} deleted from {DEVICE}")
         if lost:
-            self._report_all("notifications lost")
+            self._report_all("notifications were lost")
 
     def _report_all(self, what: str) -> None:
         for family in self._states:

@@ -1,6 +1,7 @@
 """Table of harm: how long another Service's change takes meanwhile, as a ratio to the same without harm.
 
     .venv/bin/python -m tests.bench.harm [WORD]
+    tests/guest/run .venv/bin/python -m tests.bench.harm WORD ipvs
 
 As root, on a quiet machine. *WORD*: only kinds whose names contain it. Prints Markdown. The change of a
 Service's endpoint has taken effect once a new connection reaches it; the median and the longest of `CHANGES`,
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from kproxy_conformance.processes import own_name
-from tests.harm.kinds import KINDS, NOTHING, Kind
+from tests.harm.kinds import KINDS, NOTHING, ON_HOST, Kind
 from tests.harm.room import BYSTANDER, CALM, peak_memory, room
 from tests.patience import PATIENCE
 from tests.sweep import begin
@@ -37,14 +38,15 @@ def measure(kind: Kind, mode: str) -> tuple[list[float], int]:
         return made.seconds, peak_memory(proxy)
 
 
-def main(word: str) -> None:
+def main(word: str = "", *modes: str) -> None:
     begin()
-    plain = {mode: statistics.median(measure(NOTHING, mode)[0]) for mode in NOTHING.modes}
+    modes = modes or ON_HOST
+    plain = {mode: statistics.median(measure(NOTHING, mode)[0]) for mode in modes}
     without = ", ".join(f"{seconds * 1000:.0f} ms ({mode})" for mode, seconds in plain.items())
     print(f"Without harm: {without} in the median.\n")
     print("| harm | mode | median | longest | memory |\n|---|---|---|---|---|")
     for kind in KINDS:
-        for mode in kind.modes if word in kind.name else ():
+        for mode in (each for each in kind.modes if each in modes and word in kind.name):
             found, memory = measure(kind, mode)
             median = statistics.median(found)
             print(f"| {kind} | {mode} | {median * 1000:.0f} ms, {median / plain[mode]:.1f} times "
@@ -52,4 +54,4 @@ def main(word: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "")
+    main(*sys.argv[1:])

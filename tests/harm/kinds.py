@@ -1,7 +1,7 @@
 """The table of harm: objects, neighbours, workers and kernels that are hostile to a running kproxy.
 
-A row is a `Kind`. To try another one, add it: `test_harm` plays it in all its modes, `tests.bench.harm`
-measures it, and docs/reliability.md must name it.
+A row is a `Kind`. To try another one, add it: `test_harm` plays it in all its modes, `ipvs` in a guest,
+`tests.bench.harm` measures it, and docs/reliability.md must name it.
 """
 
 import json
@@ -18,12 +18,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kproxy_core.model.address import Family
+from kproxy_ipvs.batch import DeleteServer
+from kproxy_ipvs.kernel import device
+from kproxy_ipvs.kernel.servers import VirtualServers
+from kproxy_ipvs.names import DEVICE
 from tests.core.processes import Proxy
 from tests.harm.hostile import BEGUN
 from tests.harm.room import HOSTILE, TARGET, Json, Room, addresses, children, repeated, service
 from tests.shortage.test_netlink_buffers import shrink, watches
 
-NFTABLES, IPTABLES, USERSPACE, EBPF = MODES = ("nftables", "iptables", "userspace", "ebpf")
+NFTABLES, IPTABLES, USERSPACE, EBPF = ON_HOST = ("nftables", "iptables", "userspace", "ebpf")
+IPVS = "ipvs"
+"""Only a guest's kernel has it."""
+MODES = (*ON_HOST, IPVS)
 
 _RULES = (NFTABLES, EBPF)
 """The modes with the tables of nftables."""
@@ -139,7 +147,7 @@ OBJECTS = (
          _objects(lambda: service("hostile", HOSTILE, _PODS, _PORTS,
                                   annotations={"kproxy.dev/hash": "client"},
                                   externalIPs=addresses("198.51", 15))),
-         answers=_SERVED, modes=(*_RULES, IPTABLES)),
+         answers=_SERVED, modes=(*_RULES, IPTABLES, IPVS)),
     Kind("1,000 ports with weights 65535 and 65534",
          _objects(lambda: service("hostile", HOSTILE, _PODS, _PORTS, weights=[65535, 65534])),
          answers=_SERVED),
@@ -153,12 +161,12 @@ OBJECTS = (
     Kind("20,000 endpoints with affinity",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 20_000), [1],
                                   sessionAffinity="ClientIP")),
-         answers=_SERVED, modes=(*_RULES, IPTABLES)),
+         answers=_SERVED, modes=(*_RULES, IPTABLES, IPVS)),
     Kind("65,536 endpoints",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 65_536), [1])),
          answers=_SERVED, modes=(*_RULES, USERSPACE)),
     Kind("1,000 source ranges at 1,000 ports",
-         _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED),
+         _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED, modes=ON_HOST),
     Kind("5,000 ServiceCIDRs",
          _objects(lambda: _service_cidrs(5000)), modes=(NFTABLES, IPTABLES)),
     Kind("names of 253 characters",
@@ -220,6 +228,21 @@ def _send_odd(protocol: int, port: int, chance: random.Random) -> None:
                 sock.sendto(header + body, socket.MSG_DONTWAIT, (port, 0))
 
 
+@contextmanager
+def _ipvs_cleared(room: Room, _: Proxy) -> Iterator[None]:
+    def clear() -> None:
+        room.network.nft("flush ruleset\n")
+        with room.network.joined(), VirtualServers() as servers:
+            servers.write([DeleteServer(key) for key in servers.read(Family.IPV4)])
+            exists = device.exists()
+        room.network.run("ipset", "flush")
+        if exists:
+            room.network.ip(f"link del {DEVICE}")
+
+    with repeated(clear, 2.0):
+        yield
+
+
 NEIGHBOURS = (
     Kind("catch-all elements", _nft(
         "add element ip kproxy vips { * : drop }\nadd element ip kproxy cluster-ips { * }\n"),
@@ -236,7 +259,9 @@ NEIGHBOURS = (
         "add rule ip nat KUBE-SERVICES ip saddr . tcp dport { 192.0.2.77 . 7 } drop\n"),
         modes=(IPTABLES,), log="repaired foreign changes"),
     Kind("nft flush ruleset every 0.2 s", _nft("flush ruleset\n", again=0.2),
-         own_tables="never", cuts_new=True, cuts_open=True, log="repaired foreign changes"),
+         modes=ON_HOST, own_tables="never", cuts_new=True, cuts_open=True, log="repaired foreign changes"),
+    Kind("rules, virtual servers, ipset entries and kube-ipvs0 deleted every 2 s", _ipvs_cleared,
+         modes=(IPVS,), cuts_new=True, cuts_open=True, log="repaired foreign changes"),
     Kind("odd netlink messages", _odd_messages),
 )  # fmt: skip
 
@@ -281,7 +306,16 @@ def _no_buffers(room: Room, proxy: Proxy) -> Iterator[None]:
     for inode in watches(proxy.pid):
         shrink(proxy.pid, inode)
     noise = "add table ip noise; " + "".join(f"add chain ip noise c{at}; " for at in range(300))
-    with _nft(f"{noise} delete table ip noise\n", again=0.1)(room, proxy):
+    of_rules = f"{noise} delete table ip noise\n"
+    of_addresses = [
+        f"address {what} 198.51.99.{at}/32 dev lan0" for what in ("add", "del") for at in range(50)
+    ]
+
+    def make_noise() -> None:
+        room.network.nft(of_rules)
+        room.network.ip(*of_addresses)
+
+    with repeated(make_noise, 0.1):
         yield
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harm.kinds import KINDS, Kind, hostile
+from tests.guest.checks import Problems, names_of, play
+from tests.harm.kinds import KINDS, MODES, ON_HOST, Kind, hostile
 from tests.harm.room import BYSTANDER, CALM, TARGET, Client, peak_memory, room
 from tests.patience import PATIENCE
 
@@ -17,10 +18,26 @@ CHANGES = 3
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind in KINDS for mode in kind.modes], ids=str)
+CHECKS = [Path(__file__).with_name("ipvs_checks.py")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(kind, mode) for kind in KINDS for mode in ON_HOST if mode in kind.modes], ids=str)
 def test_others_are_served(tmp_path: Path, kind: Kind, mode: str) -> None:
+    check_others_are_served(tmp_path, kind, mode)
+
+
+@pytest.mark.in_a_guest(play=play)
+@pytest.mark.parametrize("name", names_of(CHECKS))
+def test_in_the_guest(name: str, from_guest: Problems) -> None:
+    assert name in from_guest
+    assert not any(from_guest[name]), "\n".join(from_guest[name])
+
+
+def check_others_are_served(directory: Path, kind: Kind, mode: str) -> None:
+    """Do harm of *kind* to a kproxy in *mode*, and see that others are served."""
     with ExitStack() as stack:
-        made = stack.enter_context(room(tmp_path, mode, own_tables=kind.own_tables, **kind.options))
+        made = stack.enter_context(room(directory, mode, own_tables=kind.own_tables, **kind.options))
         proxy = stack.enter_context(made.here.proxy(under=kind.under))
         made.await_answer(CALM)
         made.await_answer(BYSTANDER)
@@ -59,8 +76,15 @@ def test_a_start_without_inotify_says_what_it_needs_it_for(tmp_path: Path) -> No
         assert "Traceback" not in made.here.logged
 
 
-def test_the_page_names_every_kind() -> None:
+def test_the_page_names_every_kind_and_its_modes() -> None:
     _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## Harm\n")
-    heading, *names = re.findall(r"^\| ([^|]+) \|", section.partition("\n## ")[0], re.MULTILINE)
-    assert heading == "harm"
-    assert names == [kind.name for kind in KINDS]
+    heading, *rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert heading == ("harm", "modes")
+    assert rows == [(kind.name, _modes_of(kind)) for kind in KINDS]
+
+
+def _modes_of(kind: Kind) -> str:
+    others = [mode for mode in MODES if mode not in kind.modes]
+    if len(others) > 1:
+        return ", ".join(mode for mode in MODES if mode in kind.modes)
+    return f"all but {others[0]}" if others else "all"
