@@ -161,7 +161,7 @@ OBJECTS = (
     Kind("20,000 endpoints with affinity",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 20_000), [1],
                                   sessionAffinity="ClientIP")),
-         answers=_SERVED, modes=(*_RULES, IPTABLES, IPVS)),
+         answers=_SERVED, modes=(*_RULES, IPVS)),
     Kind("65,536 endpoints",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 65_536), [1])),
          answers=_SERVED, modes=(*_RULES, USERSPACE)),
