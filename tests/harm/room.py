@@ -14,7 +14,7 @@ from tests.core.bpf_places import new_bpf_file_system
 from tests.core.namespaces import Namespace
 from tests.core.processes import Proxy
 from tests.patience import PATIENCE
-from tests.shortage.node import Node, node
+from tests.shortage.node import Node, accepting, node
 
 BYSTANDER, CALM, HOSTILE = "10.96.1.1", "10.96.1.2", "10.96.200.1"
 """VIPs: of a Service that changes all the time, of one that never does, and of the hostile one."""
@@ -194,8 +194,7 @@ def room(
             f"route add {SILENT} via {_NEIGHBOUR}",
         )  # fmt: skip
         listener = here.network.inside(lambda: socket.create_server(("", PORT), backlog=1024))
-        stack.callback(listener.close)
-        threading.Thread(target=_serve, args=[listener], daemon=True).start()
+        stack.enter_context(accepting(listener, _serve))
         here.put("bystander", service("bystander", BYSTANDER, [_TURNS[0]]))
         here.put("calm", service("calm", CALM, [TARGET]))
         yield Room(here)

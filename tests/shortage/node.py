@@ -177,10 +177,25 @@ def node(
         for family, address in ((socket.AF_INET, ENDPOINT), (socket.AF_INET6, ENDPOINT6)):
             listener = network.inside(
                 partial(socket.create_server, (address, PORT), family=family, backlog=1024))
-            stack.callback(listener.close)
-            threading.Thread(target=_greet, args=[listener], daemon=True).start()
+            stack.enter_context(accepting(listener, _greet))
         yield Node(
             network, directory, mode, options, {"backendOptions": backend_options, **section}, own_tables)
+
+
+@contextmanager
+def accepting(listener: socket.socket, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Have a thread *serve* the clients of *listener*, and end it before the descriptor is closed.
+
+    Otherwise it would wait for ever, or accept a client of the next listener with the same descriptor.
+    """
+    thread = threading.Thread(target=serve, args=[listener], daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
 
 
 def _greet(listener: socket.socket) -> None:

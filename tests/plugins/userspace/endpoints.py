@@ -19,13 +19,19 @@ class Endpoint:
         self._udp.bind((host, port))
         self.flows: set[object] = set()
         """Sources of datagrams."""
-        for work in (self._accept, self._answer):
-            threading.Thread(target=work, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._accept, self._answer)]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
+        """End the threads before the descriptors, which other sockets get, are closed."""
         for sock in (self._tcp, self._udp):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in (self._tcp, self._udp):
             sock.close()
 
     def _accept(self) -> None:

@@ -98,10 +98,7 @@ def lost() -> int:
 
 @contextmanager
 def shown_if_late() -> Iterator[None]:
-    """After a timeout, show the sockets, tracked connections, rules and threads.
-
-    It was seen twice, without a cause: the endpoint's socket had sent one byte of its name.
-    """
+    """After a timeout, show the sockets, tracked connections, rules and threads."""
     try:
         yield
     except TimeoutError as error:
