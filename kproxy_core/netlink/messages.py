@@ -98,9 +98,13 @@ def text_attribute(kind: int, text: str) -> bytes:
     return attribute(kind, text.encode() + b"\0")
 
 
+def u32(value: int) -> bytes:
+    """Encode a number of four bytes in network order."""
+    return value.to_bytes(4, "big")
+
+
 def u32_attribute(kind: int, value: int) -> bytes:
-    """Encode an attribute that holds a number of four bytes in network order."""
-    return attribute(kind, value.to_bytes(4, "big"))
+    return attribute(kind, u32(value))
 
 
 def nested(kind: int, *attributes: bytes) -> bytes:

@@ -44,6 +44,7 @@ from kproxy_core.nft.messages import (
     GETTABLE,
     TABLE_NAME,
     TABLE_OWNER,
+    unless_absent,
 )
 from kproxy_core.nft.objects import Flowtable, StatefulObject
 from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
@@ -51,7 +52,6 @@ from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
 T = TypeVar("T")
 K = TypeVar("K")
 
-_FAMILY_NUMBERS: Final = {name: number for number, name in FAMILIES.items()}
 _CHAIN_NAME = 3
 _TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
 _CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
@@ -141,12 +141,10 @@ class Reader:
         Raises InterruptedError if the rules changed during each attempt, Malformed, other OSError.
         """
         named = text_attribute(TABLE_NAME, table)
-        try:
-            data, start, end = self.socket.request_one(GETTABLE, payload(family, named))
-        except OSError as error:
-            if error.errno in ABSENT:
-                return None
-            raise
+        found = unless_absent(lambda: self.socket.request_one(GETTABLE, payload(family, named)))
+        if found is None:
+            return None
+        data, start, end = found
         rules: dict[str, list[HeldRule]] = {}
         for chain, rule in self._listed(GETRULE, family, named, parse_rule):
             rules.setdefault(chain, []).append(rule)
@@ -295,12 +293,7 @@ class Reader:
         self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[Span]], T]
     ) -> T | None:
         """Return what *collect* makes of the answers to a dump; None without its subject."""
-        try:
-            return self.socket.dump(kind, payload(family, of), collect)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return None
-            raise
+        return unless_absent(lambda: self.socket.dump(kind, payload(family, of), collect))
 
 
 def _attributes(span: Span) -> Attributes:
@@ -335,13 +328,11 @@ def _named(table: Span) -> TableName:
 
 def tables() -> list[TableName]:
     """Return the tables of all families; none in a kernel without nf_tables. Raises OSError."""
-    try:
+    def ask() -> list[TableName]:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             return sock.dump(GETTABLE, NFGENMSG.pack(0, 0, 0), lambda found: [*map(_named, found)])
-    except OSError as error:
-        if error.errno in ABSENT:
-            return []
-        raise
+
+    return unless_absent(ask) or []
 
 
 def has_table(family: Family, table: str) -> bool:
@@ -356,10 +347,9 @@ def has_chain(family: Family, table: str, chain: str) -> bool:
 
 def _has(kind: int, family: Family, table: str, *named: bytes) -> bool:
     request = payload(family, text_attribute(TABLE_NAME, table), *named)
-    try:
+
+    def ask() -> list[Span]:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return bool(sock.request(kind, 0, request))
-    except OSError as error:
-        if error.errno in ABSENT:
-            return False
-        raise
+            return sock.request(kind, 0, request)
+
+    return bool(unless_absent(ask))

@@ -2,10 +2,12 @@
 
 import errno
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from kproxy_core.netlink.messages import NLM_F_ACK, NetlinkRequest, message
+
+T = TypeVar("T")
 
 KIND: Final = 10 << 8
 """NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
@@ -22,6 +24,16 @@ ABSENT: Final = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 """No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
 _BATCH_BEGIN, _BATCH_END = 16, 17
 _BATCH: Final = struct.pack(">BBH", 0, 0, KIND >> 8)
+
+
+def unless_absent(ask: Callable[[], T]) -> T | None:
+    """Return what *ask* returns; None if the kernel has no such object. Raises other OSErrors of *ask*."""
+    try:
+        return ask()
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
 
 
 def transaction(requests: Sequence[NetlinkRequest], *, commit: bool = True) -> tuple[bytes, int]:

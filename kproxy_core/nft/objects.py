@@ -17,6 +17,7 @@ from kproxy_core.netlink.messages import (
     nested,
     payload,
     text_attribute,
+    u32,
     u32_attribute,
 )
 from kproxy_core.nft.elements import (
@@ -132,7 +133,7 @@ class Table(NamedTuple):
 
     def wake(self) -> Command:
         """Put the rules of a dormant table into effect. The table must exist."""
-        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: _u32(0)}))
+        return self._command(f"add table {self.where}", _NEWTABLE, *_encoded({2: u32(0)}))
 
     def delete(self) -> Command:
         """Delete the table, which must exist."""
@@ -144,7 +145,7 @@ class Table(NamedTuple):
         yield from self.write(objects)
 
     def attributes(self) -> Attributes:
-        found = {2: _u32(self.flags)}
+        found = {2: u32(self.flags)}
         if self.comment:
             found[6] = user_data(0, self.comment.encode() + b"\0")
         return found
@@ -210,7 +211,7 @@ class Table(NamedTuple):
         yield self._command(
             f"add {_word(container)} {self.where} {container.name} {{ {_declaration(container)} }}", _NEWSET,
             text_attribute(2, container.name), *_encoded(container_attributes(container)),
-            attribute(10, _u32(1)), flags=NLM_F_CREATE)
+            attribute(10, u32(1)), flags=NLM_F_CREATE)
         if container.constant is not None:
             yield from self.fill(container)
 
@@ -290,10 +291,6 @@ _COUNTED = 2
 """NFT_FLOWTABLE_COUNTER: connection tracking sees the bytes of offloaded flows."""
 
 
-def _u32(value: int) -> bytes:
-    return struct.pack(">I", value)
-
-
 def _encoded(values: Attributes) -> list[bytes]:
     return [attribute(kind, value) for kind, value in values.items()]
 
@@ -308,7 +305,7 @@ def chain_attributes(chain: Chain, family: Family) -> Attributes:
         return {}
     priority = attribute(2, struct.pack(">i", chain.hook.priority))
     return {
-        4: u32_attribute(1, _HOOKS[chain.hook.name]) + priority, _POLICY: _u32(1),
+        4: u32_attribute(1, _HOOKS[chain.hook.name]) + priority, _POLICY: u32(1),
         7: chain.hook.type.encode() + b"\0",
     }  # fmt: skip
 
@@ -329,7 +326,7 @@ def container_attributes(container: Container) -> Attributes:
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)
     )  # fmt: skip
-    found = {4: _u32(_number(container.key)), 5: _u32(_size(container.key))}
+    found = {4: u32(_number(container.key)), 5: u32(_size(container.key))}
     description = b""
     if container.interval and len(container.key) > 1:
         flags |= _CONCATENATION
@@ -337,12 +334,12 @@ def container_attributes(container: Container) -> Attributes:
         description = attribute(2, b"".join(lengths))
     if container.value:
         type_ = _VERDICTS if container.value == (VERDICT,) else _number(container.value)
-        found |= {6: _u32(type_), 7: _u32(_size(container.value))}
+        found |= {6: u32(type_), 7: u32(_size(container.value))}
     if container.timeout:
         found[11] = struct.pack(">Q", container.timeout * 1000)
     if container.size:
         description += u32_attribute(1, container.size)
-    return {3: _u32(flags), **found, 9: description, 13: _notes(container)}
+    return {3: u32(flags), **found, 9: description, 13: _notes(container)}
 
 
 def _number(parts: Parts) -> int:

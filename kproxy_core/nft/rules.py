@@ -23,6 +23,7 @@ from kproxy_core.netlink.messages import (
     nested,
     text,
     text_attribute,
+    u32,
 )
 
 Attributes = Mapping[int, bytes]
@@ -165,7 +166,7 @@ class Field(NamedTuple):
     """The fields that it is computed from."""
 
     def load(self, register: int) -> Expression:
-        return Expression(self.expression, {1: _u32(register), **self.attributes})
+        return Expression(self.expression, {1: u32(register), **self.attributes})
 
 
 Key = tuple[Field, ...]
@@ -188,10 +189,6 @@ _PAYLOAD, _META, _NUMGEN = 7, 9, 23
 """libnftables' numbers of fields in user data."""
 
 
-def _u32(value: int) -> bytes:
-    return struct.pack(">I", value)
-
-
 def _host_u32(value: int) -> bytes:
     return struct.pack("=I", value)
 
@@ -211,7 +208,7 @@ def _header_field(
     protocol: Protocol | None = None,
 ) -> Field:
     """Return a field of a header. *typeof* are libnftables' numbers of the protocol and of the field."""
-    where = {2: _u32(base), 3: _u32(offset), 4: _u32(type_.size)}
+    where = {2: u32(base), 3: u32(offset), 4: u32(type_.size)}
     return Field(text, type_, "payload", where, _typeof(_PAYLOAD, *typeof), protocol)
 
 
@@ -241,7 +238,7 @@ DESTINATION_PORT_OF: Final = {
 
 
 def _meta(text: str, type_: DataType, key: int) -> Field:
-    return Field(text, type_, "meta", {2: _u32(key)}, _typeof(_META, key))
+    return Field(text, type_, "meta", {2: u32(key)}, _typeof(_META, key))
 
 
 L4_PROTOCOL: Final = _meta("meta l4proto", PROTOCOL, 16)
@@ -252,7 +249,7 @@ INPUT_INTERFACE: Final = _meta("iifname", INTERFACE, 6)
 def _tracked(text: str, type_: DataType, key: int, *, reply: bool = False) -> Field:
     """Return a field of the original or the reply direction of a packet's connection."""
     direction = "reply" if reply else "original"
-    return Field(f"ct {direction} {text}", type_, "ct", {2: _u32(key), 3: bytes([reply])})
+    return Field(f"ct {direction} {text}", type_, "ct", {2: u32(key), 3: bytes([reply])})
 
 
 def original_source(family: Family) -> Field:
@@ -281,7 +278,7 @@ ANSWERING_PORT: Final = _tracked("proto-src", PORT, 11, reply=True)
 def random_number(count: int) -> Field:
     """Return a number from 0 to *count* - 1."""
     return Field(
-        f"numgen random mod {count}", INTEGER, "numgen", {2: _u32(count), 3: _u32(1), 4: _u32(0)},
+        f"numgen random mod {count}", INTEGER, "numgen", {2: u32(count), 3: u32(1), 4: u32(0)},
         _typeof(_NUMGEN, 1, count, 0),
     )  # fmt: skip
 
@@ -291,7 +288,7 @@ def hashed(key: Key, count: int, seed: int) -> Field:
     size = 4 * _words(key)
     return Field(
         f"jhash {key_text(key)} mod {count} seed {seed:#x}", INTEGER, "hash",
-        {3: _u32(size), 4: _u32(count), 5: _u32(seed), 6: _u32(0), 7: _u32(0)}, of=key,
+        {3: u32(size), 4: u32(count), 5: u32(seed), 6: u32(0), 7: u32(0)}, of=key,
     )  # fmt: skip
 
 
@@ -301,7 +298,7 @@ _EQUAL, _DIFFERENT = 0, 1
 
 
 def _compared(value: bytes, how: int = _EQUAL, register: int = 1) -> Expression:
-    return Expression("cmp", {1: _u32(register), 2: _u32(how), 3: _value(value)})
+    return Expression("cmp", {1: u32(register), 2: u32(how), 3: _value(value)})
 
 
 def _value(value: bytes) -> bytes:
@@ -311,7 +308,7 @@ def _value(value: bytes) -> bytes:
 def _bitwise(mask: bytes, xor: bytes) -> Expression:
     size = len(mask)
     return Expression(
-        "bitwise", {1: _u32(1), 2: _u32(1), 3: _u32(size), 4: _value(mask), 5: _value(xor)})
+        "bitwise", {1: u32(1), 2: u32(1), 3: u32(size), 4: _value(mask), 5: _value(xor)})
 
 
 def equals(field: Field, value: Address | Cidr | Protocol | int | str) -> Statement:
@@ -337,7 +334,7 @@ def _compare(field: Field, value: Address | Cidr | Protocol | int | str, how: in
             found = (load, _compared(value.network, how))
         elif value.prefix and value.prefix % 8 == 0:  # libnftables loads the bytes of the prefix only.
             size = value.prefix // 8
-            load = Expression(load.name, {**load.attributes, 4: _u32(size)})
+            load = Expression(load.name, {**load.attributes, 4: u32(size)})
             found = (load, _compared(value.network[:size], how))
         else:
             mask = ((1 << value.prefix) - 1) << (value.family.bits - value.prefix)
@@ -371,7 +368,7 @@ _LOCAL = 2  # RTN_LOCAL, linux/rtnetlink.h
 def is_local(of: Literal["saddr", "daddr"]) -> Statement:
     """Match packets whose source or destination is an address of this node."""
     which = {"saddr": 1, "daddr": 2}[of]
-    fib = Expression("fib", {1: _u32(1), 2: _u32(3), 3: _u32(which)})
+    fib = Expression("fib", {1: u32(1), 2: u32(3), 3: u32(which)})
     return Statement(f"fib {of} type local", (fib, _compared(_host_u32(_LOCAL))))
 
 
@@ -381,7 +378,7 @@ def ct_state(state: Literal["new", "established"]) -> Statement:
 
 
 CT_ORIGINAL: Final = Statement(
-    "ct direction original", (Expression("ct", {1: _u32(1), 2: _u32(1)}), _compared(b"\0")))
+    "ct direction original", (Expression("ct", {1: u32(1), 2: u32(1)}), _compared(b"\0")))
 """Match packets of the side that opened the connection."""
 
 
@@ -393,7 +390,7 @@ def ct_status(status: Literal["dnat"], *, negate: bool = False) -> Statement:
 
 
 def _bits(key: int, bit: int, how: int) -> tuple[Expression, ...]:
-    load = Expression("ct", {1: _u32(1), 2: _u32(key)})
+    load = Expression("ct", {1: u32(1), 2: u32(key)})
     return load, _bitwise(_host_u32(bit), bytes(4)), _compared(bytes(4), how)
 
 
@@ -403,7 +400,7 @@ _TCP_FLAGS = {"fin": 1, "psh": 8, "rst": 4}
 
 def tcp_flags(*given: str, of: tuple[str, ...]) -> Statement:
     """Match TCP packets that have, of the flags *of*, exactly the *given* ones."""
-    load = Expression("payload", {1: _u32(1), 2: _u32(2), 3: _u32(13), 4: _u32(1)})
+    load = Expression("payload", {1: u32(1), 2: u32(2), 3: u32(13), 4: u32(1)})
     mask, value = (bytes([sum(_TCP_FLAGS[name] for name in names)]) for names in (of, given))
     return Statement(
         f"tcp flags & ({' | '.join(of)}) == {' | '.join(given)}",
@@ -421,7 +418,7 @@ def has_mark(bit: int) -> Statement:
 def among(key: Key, container: str) -> Statement:
     """Match packets whose *key* is in the set *container*."""
     loads, _ = _load(key)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(1)})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(1)})
     return Statement(f"{key_text(key)} @{container}", (*_protocol_match(*key), *loads, lookup))
 
 
@@ -437,7 +434,7 @@ def _load(key: Iterable[Field], word: int = 0) -> tuple[list[Expression], int]:
         load = field.load(_register(word))
         if field.of:
             inputs, _ = _load(field.of, behind)
-            source, destination = _u32(_register(behind)), load.attributes[1]
+            source, destination = u32(_register(behind)), load.attributes[1]
             loads += [*inputs, Expression(load.name, {1: source, 2: destination, **field.attributes})]
         else:
             loads.append(load)
@@ -467,7 +464,7 @@ _PACKETS = 0
 
 def limit(per_second: int) -> Statement:
     """Match *per_second* packets a second, and as many at once."""
-    rate = {1: struct.pack(">Q", per_second), 2: struct.pack(">Q", 1), 3: _u32(per_second), 4: _u32(_PACKETS)}
+    rate = {1: struct.pack(">Q", per_second), 2: struct.pack(">Q", 1), 3: u32(per_second), 4: u32(_PACKETS)}
     return Statement(
         f"limit rate {per_second}/second burst {per_second} packets", (Expression("limit", rate),))
 
@@ -478,7 +475,7 @@ def limit(per_second: int) -> Statement:
 def vmap(key: Key, container: str) -> Statement:
     """Apply the verdict of *key* in the map *container*; without one, the next rule decides."""
     loads, _ = _load(key)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(0)})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(1), 3: u32(0)})
     return Statement(f"{key_text(key)} vmap @{container}", (*_protocol_match(*key), *loads, lookup))
 
 
@@ -524,7 +521,7 @@ def parse_verdict(data: bytes) -> Verdict | None:
 
 
 def _apply(verdict: Verdict) -> Statement:
-    immediate = Expression("immediate", {1: _u32(0), 2: verdict.encode()})
+    immediate = Expression("immediate", {1: u32(0), 2: verdict.encode()})
     return Statement(verdict.text, (immediate,))
 
 
@@ -540,13 +537,13 @@ DROP: Final = _apply(Verdict(NF_DROP))
 
 RETURN: Final = _apply(Verdict(NFT_RETURN))
 
-RESET: Final = Statement("reject with tcp reset", (Expression("reject", {1: _u32(1)}),))
+RESET: Final = Statement("reject with tcp reset", (Expression("reject", {1: u32(1)}),))
 
 
 def reject(family: Family) -> Statement:
     """Refuse with ICMP's "port unreachable"."""
     code = b"\3" if family is Family.IPV4 else b"\4"
-    return Statement("reject", (Expression("reject", {1: _u32(0), 2: code}),))
+    return Statement("reject", (Expression("reject", {1: u32(0), 2: code}),))
 
 
 def set_mark(bit: int) -> Statement:
@@ -560,14 +557,14 @@ def flip_mark(bit: int) -> Statement:
 
 
 def _change_mark(operation: str, bit: int, mask: int) -> Statement:
-    store = Expression("meta", {2: _u32(3), 3: _u32(1)})
+    store = Expression("meta", {2: u32(3), 3: u32(1)})
     return Statement(
         f"meta mark set meta mark {operation} {bit:#010x}",
         (META_MARK.load(1), _bitwise(_host_u32(mask), _host_u32(bit)), store))
 
 
 TRACE: Final = Statement("meta nftrace set 1", (
-    Expression("immediate", {1: _u32(1), 2: _value(b"\1")}), Expression("meta", {2: _u32(12), 3: _u32(1)}),
+    Expression("immediate", {1: u32(1), 2: _value(b"\1")}), Expression("meta", {2: u32(12), 3: u32(1)}),
 ))  # fmt: skip
 """Announce each rule that the packet meets."""
 
@@ -575,21 +572,21 @@ _FULLY_RANDOM = 1 << 4
 _MAPS_ADDRESS, _MAPS_PORT = 1, 2
 _DNAT = 1
 
-MASQUERADE: Final = Statement("masquerade fully-random", (Expression("masq", {1: _u32(_FULLY_RANDOM)}),))
+MASQUERADE: Final = Statement("masquerade fully-random", (Expression("masq", {1: u32(_FULLY_RANDOM)}),))
 
 
 def _dnat(family: Family, address: int, port: int) -> Expression:
     """Return the translation to the contents of two registers."""
     return Expression("nat", {
-        1: _u32(_DNAT), 2: _u32(int(family.af)), 3: _u32(address), 4: _u32(address), 5: _u32(port),
-        6: _u32(port), 7: _u32(_MAPS_ADDRESS | _MAPS_PORT),
+        1: u32(_DNAT), 2: u32(int(family.af)), 3: u32(address), 4: u32(address), 5: u32(port),
+        6: u32(port), 7: u32(_MAPS_ADDRESS | _MAPS_PORT),
     })  # fmt: skip
 
 
 def dnat_to_endpoint(family: Family, key: Key, container: str) -> Statement:
     """Translate the destination to the ``address . port`` of *key* in the map *container*."""
     loads, _ = _load(key)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(1), 3: u32(1)})
     nat = _dnat(family, 1, _register(family.size // 4))
     return Statement(
         f"dnat {family.ip} to {key_text(key)} map @{container}",
@@ -599,8 +596,8 @@ def dnat_to_endpoint(family: Family, key: Key, container: str) -> Statement:
 def dnat_to_address(family: Family, key: Key, container: str, port: int) -> Statement:
     """Translate the destination to the address of *key* in the map *container*, and to *port*."""
     loads, _ = _load(key)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
-    number = Expression("immediate", {1: _u32(2), 2: _value(struct.pack(">H", port))})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(1), 3: u32(1)})
+    number = Expression("immediate", {1: u32(2), 2: _value(struct.pack(">H", port))})
     return Statement(
         f"dnat {family.ip} to {key_text(key)} map @{container} : {port}",
         (*loads, lookup, number, _dnat(family, 1, 2)))
@@ -610,9 +607,9 @@ def dnat_to_port(address: Address, key: Key, container: str) -> Statement:
     """Translate the destination to *address* and the port of *key* in the map *container*."""
     family = Family.IPV4 if len(address) == 4 else Family.IPV6
     shown = format_address(address) if family is Family.IPV4 else f"[{format_address(address)}]"
-    fixed = Expression("immediate", {1: _u32(1), 2: _value(address)})
+    fixed = Expression("immediate", {1: u32(1), 2: _value(address)})
     loads, _ = _load(key, 4)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(2), 3: _u32(2)})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(2), 3: u32(2)})
     return Statement(
         f"dnat to {shown}:{key_text(key)} map @{container}", (fixed, *loads, lookup, _dnat(family, 1, 2)))
 
@@ -620,8 +617,8 @@ def dnat_to_port(address: Address, key: Key, container: str) -> Statement:
 def redirect_to_port(key: Key, container: str) -> Statement:
     """Translate the destination to this node and the port of *key* in the map *container*."""
     loads, _ = _load(key)
-    lookup = Expression("lookup", {1: _name(container), 2: _u32(1), 3: _u32(1)})
-    redirect = Expression("redir", {1: _u32(1), 2: _u32(1), 3: _u32(_MAPS_PORT)})
+    lookup = Expression("lookup", {1: _name(container), 2: u32(1), 3: u32(1)})
+    redirect = Expression("redir", {1: u32(1), 2: u32(1), 3: u32(_MAPS_PORT)})
     return Statement(f"redirect to :{key_text(key)} map @{container}", (*loads, lookup, redirect))
 
 
@@ -644,7 +641,7 @@ def _update(
     container: str, key: Key, value: Field | None, seconds: int, suffix: str, more: Attributes
 ) -> Statement:
     loads, word = _load(key)
-    settings: dict[int, bytes] = {1: _name(container), 3: _u32(_UPDATE), 4: _u32(1)}
+    settings: dict[int, bytes] = {1: _name(container), 3: u32(_UPDATE), 4: u32(1)}
     text = key_text(key)
     if seconds:
         text += f" timeout {seconds}s"
@@ -653,7 +650,7 @@ def _update(
         text += f" : {value.text}"
         register = _register(-(-word // 4) * 4)
         loads.append(value.load(register))
-        settings[5] = _u32(register)
+        settings[5] = u32(register)
     return Statement(
         f"update @{container} {{ {text}{suffix} }}",
         (*loads, Expression("dynset", {**settings, **more})))

@@ -7,9 +7,18 @@ from typing import Final, TypeVar
 
 from kproxy_core.netlink.messages import NFGENMSG, Span, attributes, decoding, text, text_attribute
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.elements import Element, element_list, encode_element, parse_elements
+from kproxy_core.nft.elements import Element, element_list, encode_element, names_of, parse_elements
 from kproxy_core.nft.expressions import BaseChain, Elements, HeldSet, parse_base_chain, parse_held_set
-from kproxy_core.nft.messages import ABSENT, FAMILIES, GETCHAIN, GETRULE, GETSET, GETSETELEM, GETTABLE
+from kproxy_core.nft.messages import (
+    ABSENT,
+    FAMILIES,
+    GETCHAIN,
+    GETRULE,
+    GETSET,
+    GETSETELEM,
+    GETTABLE,
+    unless_absent,
+)
 from kproxy_core.nft.objects import DORMANT
 from kproxy_core.nft.rules import HeldRule, parse_rule
 
@@ -59,17 +68,15 @@ class ListedRuleset:
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
         key = family, table, name
         if key not in self._sets:
-            self._sets[key] = self._held_set(
-                _FAMILY_NUMBERS[family], text_attribute(1, table) + text_attribute(2, name))
+            self._sets[key] = self._held_set(_FAMILY_NUMBERS[family], names_of(table, name))
         return self._sets[key]
 
     def _held_set(self, family: int, of: bytes) -> HeldSet | None:
-        try:
-            data, start, end = self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return None
-            raise
+        found = unless_absent(
+            lambda: self._socket.request_one(GETSET, NFGENMSG.pack(family, 0, 0) + of))
+        if found is None:
+            return None
+        data, start, end = found
         elements = Elements(
             lambda: self._dumped(GETSETELEM, family, of, lambda _, span: parse_elements(span)),
             partial(self._element, family, of))
@@ -100,12 +107,8 @@ class ListedRuleset:
                         FAMILIES.get(data[start], "?"), (data, start + NFGENMSG.size, end))
                 ]  # fmt: skip
 
-        try:
-            return self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return []
-            raise
+        return unless_absent(
+            lambda: self._socket.dump(kind, NFGENMSG.pack(family, 0, 0) + of, collect)) or []
 
 
 def _dormant_table(family: str, span: Span) -> Iterator[tuple[str, str]]:

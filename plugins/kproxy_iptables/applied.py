@@ -100,18 +100,18 @@ class Applied:
             old = self.plans.get(key)
             before = wanted(old, style) if old else _EMPTY
             after = wanted(plan, style) if plan else _EMPTY
-            held = {name: fingerprint(body) for name, body in before.chains.items()}
-            held |= self.prepared.get(key, {})
+            written = self.prepared.get(key, {})
             missing = {
-                name: body for name, body in after.chains.items() if held.get(name) != fingerprint(body)}
+                name: body for name, body in after.chains.items()
+                if (written[name] != fingerprint(body) if name in written
+                    else before.chains.get(name) != body)}  # fmt: skip
             part = _first(missing)
             chains |= part
             if len(part) < len(missing):
-                written = {name: fingerprint(body) for name, body in part.items()}
-                prepared[key] = self.prepared.get(key, {}) | written
+                prepared[key] = written | {name: fingerprint(body) for name, body in part.items()}
                 incomplete.add(key)
                 continue
-            gone = [name for name in held if name not in after.chains]
+            gone = [name for name in {**before.chains, **written} if name not in after.chains]
             of_endpoints = [name for name in gone if name.startswith(names.ENDPOINT_PREFIX)]
             prepared[key] = dict.fromkeys(of_endpoints[MOST_DELETED:], 0)
             stale.update((name, None) for name in gone if name not in prepared[key])
