@@ -26,6 +26,7 @@ from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import Proxy, running
 from tests.deploy.objects import DEPLOY, Object, built, chart
 from tests.deploy.programs import program
+from tests.listeners import accepting, in_a_thread
 from tests.patience import PATIENCE
 
 PROGRAMS = Path(sys.executable).parent
@@ -81,22 +82,8 @@ class Cluster:
                 while data := connected.recv(100):
                     connected.sendall(data)
 
-        def accept() -> None:
-            while True:
-                try:
-                    connected, _ = listener.accept()
-                except OSError:
-                    return
-                threading.Thread(target=echo, args=(connected,), daemon=True).start()
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
+        with accepting(listener, in_a_thread(echo)):
             yield
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-            thread.join()
 
     @contextmanager
     def using(self) -> Iterator[None]:

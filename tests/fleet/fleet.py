@@ -5,9 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kproxy_conformance.apiserver.store import Store
 from tests.core.api_servers import write_kubeconfig
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, Proxy, started
+from tests.listeners import accepting
 from tests.patience import PATIENCE
 
 KUBECTL_KPROXY = str(Path(sys.executable).with_name("kubectl-kproxy"))
@@ -184,8 +184,7 @@ class Fleet:
             namespace.add_address(f"{pod_address(node)}/32", "lo")
             namespace.forward()
             listener = namespace.inside(lambda: socket.create_server(("", PORT), backlog=512))
-            self._stack.callback(_stop, listener)
-            threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+            self._stack.enter_context(accepting(listener, socket.socket.close))
         self.hub.add_bridge("br0", *(f"to-{node}" for node in NODES))
         self.hub.add_address(f"{HUB}/24", "br0")
         for node, namespace in self.nodes.items():
@@ -195,12 +194,3 @@ class Fleet:
                     namespace.add_route(pod_network(other), via=node_address(other))
 
 
-def _accept(listener: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            listener.accept()[0].close()
-
-
-def _stop(listener: socket.socket) -> None:
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()

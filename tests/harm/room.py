@@ -13,8 +13,9 @@ from kproxy_conformance.network.cgroup import NodeCgroup
 from tests.core.bpf_places import new_bpf_file_system
 from tests.core.namespaces import Namespace
 from tests.core.processes import Proxy
+from tests.listeners import accepting, in_a_thread
 from tests.patience import PATIENCE
-from tests.shortage.node import Node, accepting, node
+from tests.shortage.node import Node, node
 
 BYSTANDER, CALM, HOSTILE = "10.96.1.1", "10.96.1.2", "10.96.200.1"
 """VIPs: of a Service that changes all the time, of one that never does, and of the hostile one."""
@@ -194,7 +195,7 @@ def room(
             f"route add {SILENT} via {_NEIGHBOUR}",
         )  # fmt: skip
         listener = here.network.inside(lambda: socket.create_server(("", PORT), backlog=1024))
-        stack.enter_context(accepting(listener, _serve))
+        stack.enter_context(accepting(listener, in_a_thread(_echo)))
         here.put("bystander", service("bystander", BYSTANDER, [_TURNS[0]]))
         here.put("calm", service("calm", CALM, [TARGET]))
         yield Room(here)
@@ -220,13 +221,6 @@ def repeated(act: Callable[[], object], seconds: float) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _serve(listener: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            client, _ = listener.accept()
-            threading.Thread(target=_echo, args=[client], daemon=True).start()
 
 
 def _echo(client: socket.socket) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import Any
 from kproxy_conformance.network.cgroup import NodeCgroup
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, started
+from tests.listeners import accepting, in_a_thread
 from tests.patience import PATIENCE
 
 ENDPOINT, ENDPOINT6, PORT = "10.1.2.3", "fd00:1::3", 8080
@@ -177,32 +177,9 @@ def node(
         for family, address in ((socket.AF_INET, ENDPOINT), (socket.AF_INET6, ENDPOINT6)):
             listener = network.inside(
                 partial(socket.create_server, (address, PORT), family=family, backlog=1024))
-            stack.enter_context(accepting(listener, _greet))
+            stack.enter_context(accepting(listener, in_a_thread(_echo)))
         yield Node(
             network, directory, mode, options, {"backendOptions": backend_options, **section}, own_tables)
-
-
-@contextmanager
-def accepting(listener: socket.socket, serve: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Have a thread *serve* the clients of *listener*, and end it before the descriptor is closed.
-
-    Otherwise it would wait for ever, or accept a client of the next listener with the same descriptor.
-    """
-    thread = threading.Thread(target=serve, args=[listener], daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        listener.close()
-
-
-def _greet(listener: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            client, _ = listener.accept()
-            threading.Thread(target=_echo, args=[client], daemon=True).start()
 
 
 def _echo(client: socket.socket) -> None:

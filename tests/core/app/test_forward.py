@@ -2,17 +2,17 @@
 
 import json
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, running
+from tests.listeners import accepting
 from tests.patience import PATIENCE
 
 FORWARD = """\
@@ -47,18 +47,12 @@ def hosts() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
 @contextmanager
 def server(host: Namespace, address: str) -> Iterator[None]:
     """A server that says its address to each client."""
-    with closing(host.inside(lambda: socket.create_server((address, 8443), backlog=512))) as listener:
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    with listener.accept()[0] as client, suppress(OSError):
-                        client.sendall(address.encode())
+    def serve(client: socket.socket) -> None:
+        with client:
+            client.sendall(address.encode())
 
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with accepting(host.inside(lambda: socket.create_server((address, 8443), backlog=512)), serve):
         yield
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
 
 
 def answers(host: Namespace, times: int = 20) -> Counter[str]:

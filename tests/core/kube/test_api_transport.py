@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +24,7 @@ from kproxy_core.kube.transport import (
     Transport,
     Unreachable,
 )
+from tests.listeners import accepting
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -55,25 +56,18 @@ def server(serve: Serve, limits: Limits = LIMITS) -> Iterator[Transport]:
     """A transport to a server that handles each connection with *serve*, then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with connection, suppress(OSError):
-                    serve(connection)
+    def serve_without_delay(connection: socket.socket) -> None:
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            serve(connection)
 
-    thread = threading.Thread(target=accept)
-    thread.start()
     transport = Transport(Access(server=f"http://127.0.0.1:{listener.getsockname()[1]}"), limits)
-    try:
-        yield transport
-    finally:
-        transport.abort()
-        transport.close()
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        listener.close()
+    with accepting(listener, serve_without_delay):
+        try:
+            yield transport
+        finally:
+            transport.abort()
+            transport.close()
 
 
 def answering(*answers: list[bytes]) -> Serve:

@@ -19,6 +19,7 @@ from kproxy_core.nft.watch import generation
 from tests.core.cli.test_cli import configuration
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy, running
+from tests.listeners import accepting
 from tests.patience import PATIENCE
 
 VIP, SERVER = ("10.96.0.1", 80), ("192.0.2.10", 8080)
@@ -29,16 +30,9 @@ def node() -> Iterator[Namespace]:
     """A node with one endpoint, which accepts connections until the end."""
     with namespace() as made, contextlib.ExitStack() as stack:
         made.ip(f"address add {SERVER[0]}/32 dev lo", "route add 10.96.0.0/16 dev lo")
-        listener = stack.enter_context(made.inside(lambda: socket.create_server(SERVER, backlog=4096)))
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    listener.accept()[0].close()
-
-        threading.Thread(target=accept, daemon=True).start()
+        listener = made.inside(lambda: socket.create_server(SERVER, backlog=4096))
+        stack.enter_context(accepting(listener, socket.socket.close))
         yield made
-        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from queue import SimpleQueue
 
@@ -27,6 +26,7 @@ from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.node_port_relays import NodePortRelays
 from tests.core.namespaces import Namespace, own_network
+from tests.listeners import accepting
 from tests.patience import PATIENCE
 
 __all__ = ["own_network"]
@@ -114,18 +114,13 @@ def rig(own_network: None) -> Iterator[Rig]:
 @contextmanager
 def answering(name: str) -> Iterator[str]:
     """Yield the port of an endpoint that sends its *name*."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    with server.accept()[0] as client:
-                        client.sendall(name.encode())
+    def serve(client: socket.socket) -> None:
+        with client:
+            client.sendall(name.encode())
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+    server = socket.create_server(("127.0.0.1", 0))
+    with accepting(server, serve):
         yield str(server.getsockname()[1])
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
 
 
 def web(port: str, name: str = "web", node_port: int = 30080) -> dict[ServicePortKey, ServicePlan]:
