@@ -556,9 +556,7 @@ class _Proxy:
         self._show_fallback(self._about.mode)
 
     def _show_fallback(self, serving: str) -> None:
-        fallback = self._about.fallback
-        serves = fallback is not None and fallback.serving == serving
-        self._health.report("mode", None, str(fallback) if serves else "")
+        self._health.report("mode", None, str(self._about.fallback_to(serving) or ""))
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         self._loop.post(partial(self._relays.settle, instance))

@@ -76,13 +76,12 @@ class Overview:
         """Return whether the proxy is well, and what tells so. Does not need the loop."""
         condition = self._health.condition()
         healthz = self._health.healthz()
-        fallback = self._about.fallback
-        fallen = str(fallback) if fallback is not None and fallback.serving == self._about.mode else ""
         return {
             "node": self._node, "mode": self._about.mode, **self._modes(),
             "version": self._about.version, "commit": commit(), "now": time.time(),
             "started": self._about.started, "well": condition.is_well, "since": condition.since,
-            "problems": condition.problems, "fallback": fallen,
+            "problems": condition.problems,
+            "fallback": str(self._about.fallback_to(self._about.mode) or ""),
             "last_sync": condition.last_sync, "lag": round(condition.lag, 3),
             "foreign_changes": condition.foreign_changes,
             "healthz": {"code": healthz.status, "body": json.loads(healthz.body)},

@@ -294,6 +294,10 @@ class About(Struct, kw_only=True):
     names: frozenset[str] = frozenset()
     """Names of this node in lower case, besides localhost."""
 
+    def fallback_to(self, mode: str) -> Fallback | None:
+        """Return why *mode* serves instead of the configured one; None: it does not."""
+        return self.fallback if self.fallback is not None and self.fallback.serving == mode else None
+
 
 def metrics_routes(metrics: Metrics, about: About) -> Handler:
     """Return the handler of ``/metrics``, ``/proxyMode``, ``/healthz``, ``/configz`` ... (port 10249)."""
@@ -375,9 +379,9 @@ def _metrics(metrics: Metrics, request: Request, *, slow: bool) -> Answer | Slow
 def _proxy_mode(about: About) -> Answer:
     """Answer with the mode alone, for scripts that compare it. Headers explain a fallback."""
     headers: tuple[tuple[str, str], ...] = ()
-    if about.fallback is not None and about.fallback.serving == about.mode:
-        reason = about.fallback.because.encode("ascii", "replace").decode()
-        headers = (("Kproxy-Mode-Wanted", about.fallback.wanted), ("Kproxy-Mode-Fallback-Reason", reason))
+    if fallback := about.fallback_to(about.mode):
+        reason = fallback.because.encode("ascii", "replace").decode()
+        headers = (("Kproxy-Mode-Wanted", fallback.wanted), ("Kproxy-Mode-Fallback-Reason", reason))
     return Answer(200, about.mode.encode(), headers=headers)
 
 
