@@ -10,6 +10,7 @@ Rights that are missing on this machine follow, each with the number of tests th
 import compileall
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,10 @@ REPEATED = 40
 """Lines at the end of a failed lane's log that are printed again after all lanes: pytest's summary."""
 REPORTED = 20.0
 """Seconds between two reports of progress."""
+SILENT = 700.0
+"""Seconds without a word of a lane, after which it is ended: pytest says after 600 where a test hangs."""
+TO_CLEAN_UP = 60.0
+"""Seconds between its interruption and its end by force."""
 
 _CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
 _CHECKED = (*_CODE, "deploy/manual.py")
@@ -179,6 +184,8 @@ class Run:
     cpu: float = 0.0
     """Seconds of CPU time of its processes, as far as they were waited for."""
     tally: Counter[str] = field(default_factory=Counter)
+    interrupted: float | None = None
+    """Time of its interruption, monotonic seconds; None: it was not."""
 
     def start(self, environment: dict[str, str]) -> None:
         self.began = time.monotonic()
@@ -207,6 +214,17 @@ class Run:
 
     def _lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()
+
+    def end_if_silent(self) -> None:
+        """Interrupt it after `SILENT`, so that its tests clean up; kill it if it does not end."""
+        if self.process is None or time.time() - self.log.stat().st_mtime < SILENT:
+            return
+        if self.interrupted is None:
+            print(f"{self.lane.name} has said nothing for {SILENT:.0f} s and is ended", flush=True)
+            self.interrupted = time.monotonic()
+            self.process.send_signal(signal.SIGINT)
+        elif time.monotonic() - self.interrupted > TO_CLEAN_UP:
+            self.process.kill()
 
     def position(self) -> str:
         """Return how far it is: the number of tests that have ended."""
@@ -299,6 +317,8 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
                 under_way.remove(each)
                 ended.append(each)
                 each.report()
+            for each in under_way:
+                each.end_if_silent()
             if time.monotonic() - reported > REPORTED and under_way:
                 reported = time.monotonic()
                 print("  ... " + ", ".join(each.position() for each in under_way), flush=True)

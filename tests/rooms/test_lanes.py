@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.test_conformance import MODES
-from tests.lanes import GATE, TEST, tally_of
+from tests.lanes import GATE, TEST, Lane, run, tally_of
 from tests.rights import NEEDS
 from tests.rooms.modules import CHECKOUT
 from tests.rooms.pure import is_pure
@@ -42,6 +43,17 @@ def test_a_test_that_is_left_out_fails_its_lane() -> None:
     assert tally_of(summary, every=True) == Counter(passed=4, failed=6)
     assert tally_of(summary, every=False) == Counter(passed=4, failed=3, skipped=3)
     assert tally_of("no tests ran in 0.01s") == Counter()
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["interrupted", "killed"])
+def test_a_lane_that_hangs_is_ended_and_has_failed(
+    deaf: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tests.lanes.SILENT", 0.2)
+    monkeypatch.setattr("tests.lanes.TO_CLEAN_UP", 0.2)
+    program = f"import signal, time\nif {deaf}: signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)"
+    hanging = Lane("hangs", (sys.executable, "-c", program), is_program=True)
+    assert run([hanging], tmp_path) == Counter(failed=1)
 
 
 def test_rights_are_those_of_tests_that_exist(found: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from kproxy_core.linux.relay.events import READ, Events
@@ -25,36 +26,33 @@ def test_a_call_may_schedule_another_with_a_delay_of_its_own() -> None:
 
 
 def test_calls_are_made_in_order_and_not_too_early() -> None:
-    events = Events()
     began = time.monotonic()
-    called: list[int] = []
-
-    def note(argument: int) -> None:
-        called.append(argument)
-        events.stopped = argument == 2
-
-    events.timeouts(0.05).call(partial(note, 2))
-    events.timeouts(0.01).call(partial(note, 1))
-    events.run()
-    assert called == [1, 2]
+    assert _called({0.05: began + 0.05, 0.01: began + 0.01}) == [0.01, 0.05]
     assert time.monotonic() - began >= 0.05
-    events.epoll.close()
 
 
 def test_calls_that_are_due_together_are_made_in_order() -> None:
+    long_ago = time.monotonic() - 1.0
+    assert _called({0.05: long_ago + 0.05, 0.01: long_ago + 0.01}) == [0.01, 0.05]
+
+
+def _called(due: Mapping[float, float]) -> list[float]:
+    """Return the delays of calls in the order in which they are made.
+
+    *due* has the time of each, monotonic seconds: between two calls of `call` any time may pass.
+    """
     events = Events()
-    called: list[int] = []
+    called: list[float] = []
 
-    def note(argument: int) -> None:
-        called.append(argument)
-        events.stopped = argument == 2
+    def note(delay: float) -> None:
+        called.append(delay)
+        events.stopped = len(called) == len(due)
 
-    events.timeouts(0.02).call(partial(note, 2))
-    events.timeouts(0.01).call(partial(note, 1))
-    time.sleep(0.03)  # as on a busy machine
+    for delay, when in due.items():
+        events.timeouts(delay).waiting.append((when, partial(note, delay)))
     events.run()
-    assert called == [1, 2]
     events.epoll.close()
+    return called
 
 
 def test_an_event_before_a_timeout_is_handled_before_it_even_if_both_are_due() -> None:
