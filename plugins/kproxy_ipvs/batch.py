@@ -104,7 +104,8 @@ class DeleteServer(NamedTuple):
     key: ServerKey
 
 
-Operation = PutServer | PutDestination | DeleteDestination | DeleteServer
+RealServerOperation = PutDestination | DeleteDestination
+Operation = PutServer | RealServerOperation | DeleteServer
 
 
 class RealServer(NamedTuple):
