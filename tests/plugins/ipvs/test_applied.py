@@ -266,7 +266,7 @@ def test_what_is_written_in_parts_adds_up_to_the_plans(steps: list[tuple[Changed
     def write(changed: Changed, most: int) -> None:
         difference = held.difference(changed, STYLE)
         at_once, others = difference.split()
-        assert sorted(map(repr, at_once + others)) == sorted(map(repr, difference.servers))
+        assert sorted(map(repr, [*at_once, *others])) == sorted(map(repr, difference.servers))
         difference.leave(others[most:])
         kernel.write(difference)
         held.acknowledge(difference)
