@@ -63,6 +63,8 @@ class FamilyState:
         """The schedulers that only some Services need, and whether the kernel has them."""
         self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
         """Real servers that the kernel refused, as logged."""
+        self._are_sets_wide = False
+        """The sets have room for `names.MOST_ENTRIES`."""
         self.restore_failures = 0
 
     def expects(self, address: Address) -> bool:
@@ -106,6 +108,9 @@ class FamilyState:
         entries = sets.read(self.family)
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
+        if not self._are_sets_wide:
+            sets.widen(self.family, entries)
+            self._are_sets_wide = True
         on_device, elsewhere = device.read(self.family)
         self._try_schedulers(plans.values())
         style = make_style(node, self._settings.scheduler, elsewhere, self._missing)
