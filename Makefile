@@ -14,7 +14,7 @@ env: packages $(READY)
 packages:
 	@$(MISSING) env $(PYTHON)
 
-$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv kproxy_core/__init__.py | packages
+$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv setup.py conformance/setup.py | packages
 	@tests/venv $(VENV) $(PYTHON)
 	@touch $@
 

@@ -1,6 +1,6 @@
-"""Makes builds reproducible, and records the commit in what is built from a checkout.
+"""Makes builds reproducible, and records the version and the commit in what is built from a checkout.
 
-Metadata is in pyproject.toml, the list of packages in setup.cfg.
+Other metadata is in pyproject.toml, the list of packages in setup.cfg.
 """
 
 import gzip
@@ -24,6 +24,9 @@ except ImportError:  # before setuptools 70.1
     except ImportError:  # not asked for a wheel yet
         bdist_wheel = None
 
+RELEASE = runpy.run_path("kproxy_core/config/release.py")
+VERSION = RELEASE["version_to_build"]()
+
 
 def time_of_sources() -> int:
     """Return the seconds since the epoch at the commit; in an unpacked sdist too, else now."""
@@ -36,10 +39,9 @@ def time_of_sources() -> int:
 
 
 def record(directory: str) -> None:
-    """Write the commit of these sources to the copy of them in *directory*, for ``kproxy --version``."""
-    commit = runpy.run_path("kproxy_core/config/release.py")["commit"]()
-    if commit:
-        Path(directory, "kproxy_core", "COMMIT").write_text(f"{commit}\n", encoding="ascii")
+    """Write the version and the commit of these sources to the copy of them in *directory*."""
+    text = f"{VERSION} {RELEASE['commit']()}\n"
+    Path(directory, "kproxy_core", "VERSION").write_text(text, encoding="ascii")
 
 
 def reset_modes(directory: str) -> None:
@@ -58,7 +60,7 @@ def reset(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Build(build_py):
-    """Packs what exists now, with the commit."""
+    """Packs what exists now, with the version and the commit."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -70,7 +72,7 @@ class Build(build_py):
 
 
 class SourceDistribution(sdist):
-    """Packs the same files as the same bytes, with the commit."""
+    """Packs the same files as the same bytes, with the version and the commit."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -100,4 +102,5 @@ if bdist_wheel is not None:
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", str(time_of_sources()))
 # The image is built without the manual.
-setup(cmdclass=COMMANDS, data_files=[("share/man/man8", sorted(map(str, Path("docs/man").glob("*.8"))))])
+setup(version=VERSION, cmdclass=COMMANDS,
+      data_files=[("share/man/man8", sorted(map(str, Path("docs/man").glob("*.8"))))])

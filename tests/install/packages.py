@@ -7,7 +7,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 NEWER = "99.0"
 """The version of the newer package."""
-_IN = "usr/lib/kproxy/lib/python3/site-packages/kproxy_core/__init__.py"
+_IN = "usr/lib/kproxy/lib/python3/site-packages/kproxy_core/VERSION"
 
 
 def build(directory: Path) -> Path:
@@ -24,7 +24,7 @@ def newer(package: Path, directory: Path) -> Path:
     subprocess.run(["dpkg-deb", "--raw-extract", package, root], check=True)
     control = root / "DEBIAN" / "control"
     subprocess.run(["sed", "-i", f"s/^Version: .*/Version: {NEWER}/", control], check=True)
-    subprocess.run(["sed", "-i", f's/^__version__ = .*/__version__ = "{NEWER}"/', root / _IN], check=True)
+    (root / _IN).write_text(f"{NEWER} \n", encoding="ascii")
     made = directory / f"kproxy_{NEWER}.deb"
     subprocess.run(["dpkg-deb", "--build", "-Znone", root, made], check=True, stdout=subprocess.DEVNULL)
     return made
