@@ -5,9 +5,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 # Programs of the system are not in every user's path.
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
-CHECKED := kproxy_core plugins bpf conformance tests examples deploy/manual.py
+CHECKED := kproxy_core plugins bpf conformance tests examples $(wildcard deploy/*.py)
 
-.PHONY: env deb man demo check test gate lint surface faults guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb man changelog demo check test gate lint surface faults guest bench soak cluster dist requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -59,6 +59,10 @@ guest:
 # The pages of the manual, docs/man, from the help of the commands.
 man: env
 	@$(VENV)/bin/python -m deploy.manual
+
+# What the next release says, from changelog.d and the section "Unreleased" of CHANGELOG.md.
+changelog:
+	@$(PYTHON) -m deploy.changelog
 
 # dist/kproxy_VERSION_ARCHITECTURE.deb.
 deb: env
