@@ -5,9 +5,13 @@ from pathlib import Path
 
 from setuptools import setup  # type: ignore[import-untyped]
 
-VERSION = runpy.run_path(str(Path.cwd().parent / "kproxy_core/config/release.py"))["version_to_build"]()
+BESIDE = runpy.run_path(str(Path.cwd().parent / "setup.py"))
 
-setup(version=VERSION, install_requires=[
-    f"kproxy == {VERSION}", "msgspec >= 0.18", "pyroute2 >= 0.7.12", "pytest >= 8", "pyyaml >= 6.0.1",
-    "wsproto >= 1.2",
-])
+setup(
+    version=BESIDE["VERSION"],
+    cmdclass={name: command for name, command in BESIDE["COMMANDS"].items() if name == "bdist_wheel"},
+    install_requires=[
+        f"kproxy == {BESIDE['VERSION']}", "msgspec >= 0.18", "pyroute2 >= 0.7.12", "pytest >= 8",
+        "pyyaml >= 6.0.1", "wsproto >= 1.2",
+    ],
+)
