@@ -42,6 +42,21 @@ def test_the_tests_that_the_security_page_names_exist() -> None:
         assert not test or f"def {test}(" in (checkout / path).read_text(), word
 
 
+def test_the_pages_and_the_metadata_promise_the_same() -> None:
+    checkout = DEPLOY.parent
+    support, readme = ((checkout / name).read_text() for name in ("SUPPORT.md", "README.md"))
+    classifiers = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["classifiers"]
+    (status,) = re.findall(r"^Development Status :: \d - (.*)$", "\n".join(classifiers), re.MULTILINE)
+    for page in (support, readme):
+        assert f"**Status: {status.lower()}.**" in page
+    pythons = re.findall(r"^.* :: Python :: (\d\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert f"| Python | {', '.join(pythons)} |" in support
+    chart = yaml.safe_load((DEPLOY / "chart" / "Chart.yaml").read_text())
+    oldest = re.fullmatch(r">=(\d\.\d+)\.0-0", chart["kubeVersion"])
+    assert oldest is not None
+    assert f"| {oldest[1]} and newer" in support
+
+
 def containerfile() -> str:
     """Return its text, with one line for each instruction."""
     return (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
