@@ -103,7 +103,7 @@ def signer(key: Path) -> str:
 def is_signer(root: Path, key: Path) -> bool:
     """Return whether the public half of *key* is one of those that sign releases. Raises BuildError."""
     lines = (root / SIGNERS).read_text(encoding="utf-8").splitlines()
-    return any(line.startswith(signer(key)) for line in lines)
+    return any(line.startswith(f"{IDENTITY} ") and public_key(key) in line for line in lines)
 
 
 def sign(root: Path, directory: Path, key: Path) -> None:

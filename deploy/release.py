@@ -29,6 +29,8 @@ NOTHING = "none"
 
 PODMAN = "podman"
 VERSION_FILE = "kproxy_core/config/release.py"
+_SHOWN = 5
+"""Limit for the files that are named because they are not committed."""
 _IN_DEVELOPMENT: Mapping[str, Mapping[str, str]] = {
     "deploy/base/kustomization.yaml": {"newTag: dev\n": "newTag: {}\n"},
     "deploy/ebpf/kustomization.yaml": {"newTag: dev-ebpf\n": "newTag: {}-ebpf\n"},
@@ -91,7 +93,7 @@ def of_surface(old: Tree, new: Tree, text: str) -> Iterator[Objection]:
                             "say in changelog.d what authors of backends have to change")
     elif unnamed := _unnamed({_name(change) for change in found}, text):
         yield Objection(f"what plugins import has changed, and no entry names {', '.join(unnamed)}",
-                        "name each in changelog.d")
+                        "name each in changelog.d, as `code`")
 
 
 def _name(change: Change) -> str:
@@ -105,12 +107,12 @@ def of_fields(old: Schema, new: Schema, text: str) -> Iterator[Objection]:
     changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
     if unnamed := _unnamed(changed, text):
         yield Objection(f"the configuration has changed, and no entry names {', '.join(unnamed)}",
-                        "name each in changelog.d")
+                        "name each in changelog.d, as `code`")
 
 
 def _unnamed(names: set[str], text: str) -> list[str]:
-    """Return those of *names* of which *text* does not have the last word."""
-    words = set(re.findall(r"\w+", text))
+    """Return those of *names* of which *text* does not have the last word, as code."""
+    words = {word for code in re.findall(r"`([^`]*)`", text) for word in re.findall(r"\w+", code)}
     return sorted(name for name in names if name.rpartition(".")[2] not in words)
 
 
@@ -140,9 +142,10 @@ def objections(root: Path, asked: Asked, since: str, builder: str) -> Iterator[O
     tags = run(["git", "tag", "--list", "v*"], root).split()
     earlier = list(changelog.versions(page))
     yield from of_version(asked.version, SOURCES, [*earlier, *(tag.removeprefix("v") for tag in tags)])
-    if changed := run(["git", "status", "--porcelain"], root).splitlines():
-        yield Objection(f"not committed: {', '.join(line[3:] for line in changed[:5])}"
-                        + (f" and {len(changed) - 5} more" if changed[5:] else ""), "commit or remove it")
+    status = run(["git", "status", "--porcelain"], root).splitlines()
+    if changed := [line.split(maxsplit=1)[1] for line in status]:
+        more = f" and {len(changed) - _SHOWN} more" if changed[_SHOWN:] else ""
+        yield Objection(f"not committed: {', '.join(changed[:_SHOWN])}{more}", "commit or remove it")
     text = ""
     try:
         text = changelog.as_text(changelog.unreleased(root))
@@ -181,12 +184,16 @@ def _configuration(source: surface.Source) -> Schema:
 
 def of_key(root: Path, key: Path) -> Iterator[Objection]:
     """Object to a key whose signature nobody can check."""
+    naming = "KEY=FILE names the key that signs, which has its public half beside it"
+    if key.is_dir():
+        yield Objection("no key is given", naming)
+        return
     try:
         if not evidence.is_signer(root, key):
             yield Objection(f"{key} is no key that signs releases",
                             f"add to {evidence.SIGNERS}, and commit: {evidence.signer(key)}")
     except BuildError as error:
-        yield Objection(str(error), "KEY=FILE names the key that signs, which has its public half beside it")
+        yield Objection(str(error), naming)
 
 
 # Commits.

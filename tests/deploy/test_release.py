@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from deploy import artefacts, evidence, release
 from deploy.artefacts import BuildError
 from deploy.release import fields, notes, of_fields, of_key, of_surface, of_version
 from tests.deploy import schema
+from tests.deploy.objects import helm
 from tests.rooms.surface import Tree
 from tests.rooms.test_surface import FILES, RUN, VALUES
 
@@ -105,6 +107,8 @@ def test_a_key_that_nobody_can_check_is_named_with_its_line(root: Path) -> None:
     (root / evidence.SIGNERS).write_text(unknown.remedy.rpartition(": ")[2])
     assert not list(of_key(root, made))
     assert not list(of_key(root, made.with_suffix(".pub")))
+    (none,) = of_key(root, root)
+    assert none.what == "no key is given"
     (absent,) = of_key(root, root / "other")
     assert absent.what == f"{root / 'other'}.pub does not exist"
 
@@ -192,6 +196,17 @@ Nothing.
 ])  # fmt: skip
 def test_the_chart_has_a_semantic_version(version: str, semantic: str) -> None:
     assert artefacts.semantic(version) == semantic
+
+
+def test_the_packed_chart_names_an_image_that_can_exist(tmp_path: Path) -> None:
+    artefacts.chart(artefacts.CHECKOUT, tmp_path)
+    (packed,) = tmp_path.iterdir()
+    done = helm("template", "kproxy", str(packed))
+    assert done.returncode == 0, done.stderr
+    version = artefacts.version(artefacts.CHECKOUT)
+    tags = set(re.findall(r"image: \"?kproxy:([^\s\"]*)", done.stdout))
+    assert tags == {version.replace("+", "-")}
+    assert re.fullmatch(r"[\w.-]+", *tags)
 
 
 def test_images_are_built_with_the_version_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

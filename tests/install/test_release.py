@@ -62,7 +62,7 @@ def test_the_commits_are_those_of_the_release_and_of_the_next(released: Release)
         released.git("rev-parse", made), released.git("rev-parse", "HEAD")]
     page = released.git("show", f"{made}:CHANGELOG.md")
     assert f"## {VERSION}\n" in page
-    assert "Unreleased" not in page
+    assert "## Unreleased" not in page
     assert released.git("ls-tree", "--name-only", made, "changelog.d/") == ""
     major, minor, _ = VERSION.split(".")
     assert f'SOURCES = "{major}.{int(minor) + 1}.0.dev0"' in released.git(
@@ -86,14 +86,35 @@ def test_it_changes_neither_branch_nor_tag_nor_checkout(released: Release) -> No
 def test_all_that_speaks_against_it_is_named_at_once(released: Release, tmp_path: Path) -> None:
     changed = released.cloned(tmp_path)
     (changed.root / "changelog.d" / "wrong.new.md").write_text("A mistake.\n")
+    (changed.root / "README.md").write_text("Another.\n")
     done = changed.make("1.0", "--images=none", key=tmp_path / "no-such-key")
     assert done.returncode == 1
     assert done.stdout == ""
     for words in ("kproxy 1.0 is not released:",
                   "- the version '1.0' is not three numbers\n    as in VERSION=",
-                  "- not committed: changelog.d/wrong.new.md\n    commit or remove it",
+                  "- not committed: README.md, changelog.d/wrong.new.md\n    commit or remove it",
                   "- changelog.d/wrong.new.md: name it NAME.KIND.md",
-                  "- 0.2.0 has no tag to compare with\n    SINCE=",
+                  " has no tag to compare with\n    SINCE=",
                   f"- {tmp_path}/no-such-key.pub does not exist\n    KEY="):
         assert words in done.stderr
     assert not (changed.root / "dist").exists()
+
+
+def test_what_changed_since_the_last_release_is_named(released: Release, tmp_path: Path) -> None:
+    changed = released.cloned(tmp_path)
+    changed.git("tag", "v0.2.0")
+    for path, old, new in (
+        ("kproxy_core/contract/public.py", '("GAUGES", "Counter")', '("GAUGES",)'),
+        ("deploy/chart/values.schema.json", '"conntrack": {', '"conntrackNew": {'),
+    ):
+        text = (changed.root / path).read_text()
+        assert old in text
+        (changed.root / path).write_text(text.replace(old, new))
+    done = changed.make(VERSION, "--images=none")
+    assert done.returncode == 1
+    naming = "    name each in changelog.d, as `code`\n"
+    for words in ("- what plugins import has changed: 1 incompatible changes need contract",
+                  f"- what plugins import has changed, and no entry names Counter\n{naming}",
+                  "- the configuration has changed, and no entry names conntrack.",
+                  "- the chart's schema is not that of the configuration\n    run python -m"):
+        assert words in done.stderr
