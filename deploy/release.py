@@ -41,7 +41,6 @@ _IN_DEVELOPMENT: Mapping[str, Mapping[str, str]] = {
 }
 """What files say between releases, and in the release with that version."""
 
-
 Schema = Mapping[str, Any]
 """A schema in JSON."""
 
@@ -104,7 +103,8 @@ def _name(change: Change) -> str:
 def of_fields(old: Schema, new: Schema, text: str) -> Iterator[Objection]:
     """Object to changed fields of the configuration, by its schemas, that no entry of *text* names."""
     before, after = dict(fields(old)), dict(fields(new))
-    changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+    # 0.2.0 had no schema.
+    changed = {path for path in {*before, *after} if before and before.get(path) != after.get(path)}
     if unnamed := _unnamed(changed, text):
         yield Objection(f"the configuration has changed, and no entry names {', '.join(unnamed)}",
                         "name each in changelog.d, as `code`")
@@ -133,7 +133,7 @@ class Asked(NamedTuple):
     since: str
     """The commit of the last release; "": the newest tag; `NOTHING`: compare with nothing."""
     images: str
-    """The program that builds images; "": the first that is installed; `NOTHING`: none."""
+    """The program that builds images; "": podman; `NOTHING`: none."""
 
 
 def objections(root: Path, asked: Asked, since: str, builder: str) -> Iterator[Objection]:

@@ -81,6 +81,10 @@ def test_changed_fields_of_the_configuration_are_named(new: dict[str, Any], text
     assert found == ([f"the configuration has changed, and no entry names {unnamed}"] if unnamed else [])
 
 
+def test_a_release_without_a_schema_is_compared_with_nothing() -> None:
+    assert not list(of_fields({}, SCHEMA, ""))
+
+
 def test_the_schema_of_the_chart_has_the_fields_of_the_configuration() -> None:
     source = {"deploy/chart/values.schema.json": schema.FILE.read_text()}.get
     found = dict(fields(release._configuration(source)))
