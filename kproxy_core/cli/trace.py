@@ -104,6 +104,8 @@ class Trace:
         by_protocol = {(Protocol[answer["protocol"]], Destination.parse(each["endpoint"])): None
                        for answer in answers for each in answer["endpoints"]}
         endpoints = {endpoint for _, endpoint in by_protocol}
+        self._not_chosen = {Destination.parse(each["endpoint"]): each["because"]
+                            for answer in answers for each in answer["not_chosen"]}
         self._matches = list(self._owners)
         if dialled is not None:
             self._matches += [Match(family_of(address), address, protocol, port, sender.address)
@@ -170,7 +172,7 @@ class Trace:
         return self._origin is None or self._origin_of(packet.way.source) is self._origin
 
     def _is_misled(self, packet: TracedPacket) -> bool:
-        """Return whether an older entry of connection tracking leads a packet to where no endpoint is."""
+        """Return whether an older entry of connection tracking leads a packet to where no new one goes."""
         with suppress(HostError):
             reply = find_flow(packet.protocol, packet.way)
             if reply is not None and packet.endpoint is None:
@@ -222,7 +224,7 @@ class Trace:
             "protocol": Protocol(packet.protocol).name,
             "service_port": self._owner(packet.protocol, dialled),
             **_outcome(packet, rules, at_socket=at_socket, is_relay=self._is_relay(packet.endpoint),
-                       endpoints=self._endpoints, is_blind=bool(self._blind)),
+                       endpoints=self._endpoints, not_chosen=self._not_chosen, is_blind=bool(self._blind)),
             "rules": rules,
         }  # fmt: skip
 
@@ -242,7 +244,7 @@ class Trace:
 
 def _outcome(
     packet: TracedPacket, rules: Sequence[Mapping[str, str]], *, at_socket: bool, is_relay: bool,
-    endpoints: Collection[Destination], is_blind: bool,
+    endpoints: Collection[Destination], not_chosen: Mapping[Destination, str], is_blind: bool,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "endpoint": "", "relay": is_relay, "source": "", "answered_ms": None, "because": "", "ask": "",
@@ -275,7 +277,8 @@ def _outcome(
         by = _last(rules, "dnat", "redirect") or (
             "an older entry of connection tracking, which conntrack -D deletes"
             if packet.state == TRACKED_ALREADY else "")
-        foreign = "which was no endpoint of the Service when the trace began" + (f": {by}" if by else "")
+        why = not_chosen.get(packet.endpoint, "no endpoint of the Service")
+        foreign = f"which was {why} when the trace began" + (f": {by}" if by else "")
         found["because"] = f"{foreign}, {found['because']}".removesuffix(", ")
         found["ask"] = "kproxy explain"
     if at_socket:

@@ -165,7 +165,7 @@ class Marks:
                 with doing("trace packets from the interfaces on"):
                     self._write(
                         Table(Family.IPV4, name, flags=OWNER, is_netdev=True),
-                        [_receiving_chain(matches, devices)])
+                        [receiving_chain(matches, devices)])
             except HostError as error:
                 self.problem = str(error)
 
@@ -211,7 +211,8 @@ def marking_chains(matches: Sequence[Match]) -> list[Chain]:
     ]  # fmt: skip
 
 
-def _receiving_chain(matches: Iterable[Match], devices: Sequence[str]) -> Chain:
+def receiving_chain(matches: Iterable[Match], devices: Sequence[str]) -> Chain:
+    """Return the chain that has packets traced as *devices* receive them."""
     rules = tuple((is_of(match.family), *_first_packets(match)) for match in matches)
     return Chain(_AT_DEVICES, rules, Hook("filter", "ingress", _FIRST, tuple(devices)))
 

@@ -135,22 +135,32 @@ def test_another_program_s_translation_is_no_endpoint(tmp_path: Path) -> None:
 
 
 def test_datagrams_of_tracked_flows_are_left_out_unless_they_lead_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("""
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: more, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: ["10.244.3.8"], conditions: {ready: false}}]
+ports: [{name: dns, port: 8080, protocol: UDP}]
+""")
     with serving(tmp_path, "nftables") as made:
         assert outcomes(traced(made, "web:dns", UDP_PORT, udp=True), "forwarded") == ALL
         with tracing(made, "outside", "web:dns", count=1) as process:
             made.dial("veth", "ip", UDP_PORT, udp=True, count=3)
             assert made.dial("outside", "ip", UDP_PORT, udp=True) == "answered"
             assert [packet["from"].partition(":")[0] for packet in packets(process)] == ["192.0.2.2"]
-        stale = ("-p", "udp", "--sport", "4000", "--dport", str(UDP_PORT))
-        made.node.run(
-            "conntrack", "-I", *stale, "-s", "10.244.2.2", "-d", VIP["ip"], "--reply-src", "10.244.3.9",
-            "--reply-dst", "10.244.2.2", "--reply-port-src", "8080", "--reply-port-dst", "4000",
-            "--timeout", "100", "-u", "SEEN_REPLY")
-        with tracing(made, "web:dns", count=1) as process:
-            made.dial("veth", "ip", UDP_PORT, udp=True, source_port=4000)
-            (packet,) = packets(process)
-        assert (packet["outcome"], packet["endpoint"]) == ("forwarded", "10.244.3.9:8080")
-        assert packet["because"].startswith(f"{NO_ENDPOINT}: an older entry of connection tracking")
+        for port, endpoint, which in (
+                ("4000", "10.244.3.9", NO_ENDPOINT),
+                ("4001", "10.244.3.8", "which was not ready when the trace began")):
+            made.node.run(
+                "conntrack", "-I", "-p", "udp", "-s", "10.244.2.2", "-d", VIP["ip"], "--sport", port,
+                "--dport", str(UDP_PORT), "--reply-src", endpoint, "--reply-dst", "10.244.2.2",
+                "--reply-port-src", "8080", "--reply-port-dst", port, "--timeout", "100", "-u", "SEEN_REPLY")
+            with tracing(made, "web:dns", count=1) as process:
+                made.dial("veth", "ip", UDP_PORT, udp=True, source_port=int(port))
+                (packet,) = packets(process)
+            assert (packet["outcome"], packet["endpoint"]) == ("forwarded", f"{endpoint}:8080")
+            assert packet["because"].startswith(f"{which}: an older entry of connection tracking")
 
 
 def test_what_no_packet_means(tmp_path: Path) -> None:
