@@ -304,7 +304,7 @@ def _unknown(packet: TracedPacket, *, is_blind: bool) -> str:
     where = "" if packet.state or not packet.passed else " and did not come to connection tracking"
     legacy = legacy_tables()
     return f"it opened no connection{where}, {dropped}" + (
-        f"; rules of iptables-legacy are not seen ({', '.join(legacy)})" if legacy else "")
+        f"; rules of legacy tables are not seen ({', '.join(legacy)})" if legacy else "")
 
 
 def formatted(packet: Mapping[str, Any], output: str) -> str:
