@@ -31,6 +31,7 @@ from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
+from kproxy_core.linux.tracing import TABLES
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import Ruleset
@@ -116,7 +117,7 @@ def _stops(
         tables = {(stop.drop.family, stop.drop.table) for stop in stops}
         for chain in filters.base_chains():
             is_before_ip = chain.family in ("netdev", "bridge") or chain.hook == "ingress"
-            if is_before_ip and (
+            if is_before_ip and not chain.table.startswith(TABLES) and (
                     chain.drops_by_policy or filters.rules(chain.family, chain.table, chain.name)):
                 untried.append(printable(
                     f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook} is not "

@@ -28,6 +28,7 @@ from kproxy_core.linux.node_state import legacy_tables
 from kproxy_core.linux.tracing import (
     INVALID,
     PATIENCE,
+    TABLES,
     TRACKED_ALREADY,
     UNTRACKED,
     FindDialled,
@@ -111,7 +112,7 @@ class Trace:
             self._matches += [Match(family_of(address), address, protocol, port, sender.address)
                               for protocol, (address, port) in by_protocol][:_MOST_ENDPOINTS]
         self._local = node_addresses(lambda _: True)
-        self._table = f"kproxy-trace-{os.getpid()}"
+        self._table = f"{TABLES}{os.getpid()}"
         self._tracer = Tracer(
             self._table, list(self._owners), self._local.__contains__, endpoints, dialled)
         self._endpoints, self._at_sockets = endpoints, dialled is not None

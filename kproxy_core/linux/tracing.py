@@ -114,6 +114,8 @@ def _way(network: bytes, transport: bytes) -> tuple[int, FlowTuple | None]:
 
 # The tables that mark packets to trace. The kernel deletes them with the socket that made them.
 
+TABLES: Final = "kproxy-trace-"
+"""The names of such tables begin with this."""
 _AT_DEVICES, _BEFORE, _BEHIND = "received", "before", "tracked"
 """The beginnings of the names of chains: at the interfaces, before and behind connection tracking."""
 _TRACKED_ALREADY, _UNTRACKED, _INVALID = "tracked-already", "untracked", "invalid"
@@ -154,20 +156,23 @@ class Marks:
         with doing("write rules that trace packets"):
             self._connection = RulesetSocket.open()
             try:
+                if devices:
+                    self._mark_at(matches, devices)
                 for family in self._families:
                     of_family = [match for match in matches if match.family is family]
                     self._write(Table(family, name, flags=OWNER), marking_chains(of_family))
             except BaseException:
                 self._connection.close()
                 raise
-        if devices:
-            try:
-                with doing("trace packets from the interfaces on"):
-                    self._write(
-                        Table(Family.IPV4, name, flags=OWNER, is_netdev=True),
-                        [receiving_chain(matches, devices)])
-            except HostError as error:
-                self.problem = str(error)
+
+    def _mark_at(self, matches: Sequence[Match], devices: Sequence[str]) -> None:
+        table = Table(Family.IPV4, self._name, flags=OWNER, is_netdev=True)
+        try:
+            with doing("trace packets from the interfaces on"):
+                self._write(table, receiving_chains(matches, devices))
+        except HostError as error:
+            said = str(error)
+            self.problem = said if len(said) < 300 else f"{said[:150]} ... {said[-100:]}"  # It names devices.
 
     def _write(self, table: Table, chains: Iterable[Chain]) -> None:
         self._connection.run([table.create(), *table.write(chains)])
@@ -196,8 +201,8 @@ def chains_before_ip() -> list[BaseChain]:
     Raises HostError.
     """
     with doing("list the chains at interfaces"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return [each for each in ListedRuleset(sock).base_chains()
-                if (each.family in ("netdev", "bridge") and each.hook != "egress") or each.hook == "ingress"]
+        return [each for each in ListedRuleset(sock).base_chains() if not each.table.startswith(TABLES) and (
+            (each.family in ("netdev", "bridge") and each.hook != "egress") or each.hook == "ingress")]
 
 
 def marking_chains(matches: Sequence[Match]) -> list[Chain]:
@@ -211,10 +216,16 @@ def marking_chains(matches: Sequence[Match]) -> list[Chain]:
     ]  # fmt: skip
 
 
-def receiving_chain(matches: Iterable[Match], devices: Sequence[str]) -> Chain:
-    """Return the chain that has packets traced as *devices* receive them."""
+_MOST_DEVICES = 255
+"""Limit for the interfaces of a chain: fewer than NFT_NETDEVICE_MAX."""
+
+
+def receiving_chains(matches: Iterable[Match], devices: Sequence[str]) -> list[Chain]:
+    """Return the chains that have packets traced as *devices* receive them."""
     rules = tuple((is_of(match.family), *_first_packets(match)) for match in matches)
-    return Chain(_AT_DEVICES, rules, Hook("filter", "ingress", _FIRST, tuple(devices)))
+    parts = [tuple(devices[at : at + _MOST_DEVICES]) for at in range(0, len(devices), _MOST_DEVICES)]
+    return [Chain(f"{_AT_DEVICES}-{number}", rules, Hook("filter", "ingress", _FIRST, part))
+            for number, part in enumerate(parts)]
 
 
 def _first_packets(match: Match) -> Rule:
@@ -322,6 +333,7 @@ class Tracer:
     def trace(self, event: TraceEvent, now: float) -> None:
         if event.table == self._table:
             self._marked(event, now)
+        if event.table.startswith(TABLES):
             return
         packet = self._by_id[event.packet] if event.packet in self._by_id else self._renumbered(event)
         if packet is None:
@@ -380,7 +392,7 @@ class Tracer:
         if packet is None:
             return
         packet.passed.add((event.chain, event.input))
-        packet.has_arrived = packet.has_arrived or event.chain != _AT_DEVICES
+        packet.has_arrived = packet.has_arrived or not event.chain.startswith(_AT_DEVICES)
         if event.chain.startswith(_BEHIND):
             packet.state = packet.state or _STATES.get(event.verdict, NEW)
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kproxy_conformance.builders import node_view
 from kproxy_conformance.checks.features import everything
-from kproxy_core.linux.tracing import Match, marking_chains, receiving_chain
+from kproxy_core.linux.tracing import Match, marking_chains, receiving_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
 from kproxy_core.netlink.messages import attribute, text_attribute
@@ -174,7 +174,7 @@ def test_a_table_at_interfaces_is_the_same_in_messages_and_text(netns: None, rel
     matches = [Match(family, ADDRESS[family], protocol, 80, None)
                for family in Family for protocol in Protocol]
     table = Table(Family.IPV4, "traced", is_netdev=True)
-    commands = [table.create(), *table.write([receiving_chain(matches, ["lo"])])]
+    commands = [table.create(), *table.write(receiving_chains(matches, ["lo"]))]
     write(commands)
     by_messages = nft(release, "list", "table", "netdev", "traced")
     assert by_messages.count("meta nftrace set 1") == len(matches)

@@ -35,7 +35,7 @@ def tracing(made: Sides, *words: str, count: int = 8) -> Iterator["subprocess.Po
                f"--count={count}", f"--seconds={PATIENCE}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            while TABLE not in made.node.run("nft", "list", "tables"):
+            while f"ip6 {TABLE}" not in made.node.run("nft", "list", "tables"):
                 assert process.poll() is None, process.communicate()
             yield process
         finally:
@@ -101,13 +101,19 @@ def test_drops_are_seen_at_every_place(tmp_path: Path, mode: str) -> None:
 
 def test_packets_that_no_rule_drops_are_not_known_and_lead_to_the_doctor(tmp_path: Path) -> None:
     with serving(tmp_path, "nftables") as made:
-        made.node.run("sysctl", "-qw", "net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0")
+        made.node.ip(*(f"route add blackhole {endpoint}" for endpoint in ENDPOINT.values()))
         found = traced(made)
-        assert outcomes(found, "unknown") == ARRIVING
-        for who in ARRIVING:
+        assert outcomes(found, "unknown") == ALL
+        for who in ALL:
             assert found[who]["because"] == (
                 "it opened no connection, and no rule of nf_tables was seen to drop it")
             assert found[who]["ask"] == "kproxy doctor"
+        made.node.run("iptables-legacy", "-t", "raw", "-A", "PREROUTING", "-j", "DROP")
+        found = traced(made)
+        assert outcomes(found, "unknown") == ALL
+        assert found["veth", "ip"]["because"] == (
+            "it opened no connection and did not come to connection tracking, and no rule of nf_tables was "
+            "seen to drop it; rules of legacy tables are not seen (ip raw)")
 
 
 def test_a_rule_that_keeps_packets_from_being_tracked_is_named(tmp_path: Path) -> None:
@@ -176,5 +182,10 @@ def test_what_no_packet_means(tmp_path: Path) -> None:
                 "sent, took another way, or was dropped before")
         assert silence("web:http") == f"{said}. Programs of XDP and tc are not seen\n"
         made.node.nft("table bridge b { chain c { type filter hook prerouting priority 0; }; }")
-        assert silence("web:http") == (
-            f"{said}, and not by bridge b c, which were watched. Programs of XDP and tc are not seen\n")
+        before = made.node.run("nft", "list", "tables")
+        made.node.ip(*(f"link add more{number} up type bridge" for number in range(300)))
+        with tracing(made, "web:http"):
+            assert made.node.run("nft", "list", "tables").count(TABLE) == 3
+            assert silence("web:http") == (
+                f"{said}, and not by bridge b c, which were watched. Programs of XDP and tc are not seen\n")
+        assert made.node.run("nft", "list", "tables") == before

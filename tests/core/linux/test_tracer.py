@@ -153,7 +153,7 @@ def test_connections_straight_to_an_endpoint_count_if_sockets_may_have_dialled_t
 
 def test_a_packet_keeps_its_rules_behind_a_bridge_though_its_number_changes() -> None:
     made = tracer()
-    received = met("received", "continue", table=TABLE, way=WAY, device=7)
+    received = met("received-0", "continue", table=TABLE, way=WAY, device=7)
     made.trace(received, 1.0)
     made.trace(received._replace(packet=2, input=2), 1.0)
     made.trace(BEGIN._replace(packet=2), 1.0)
