@@ -123,8 +123,8 @@ class Trace:
         """The chains that packets meet before IP does."""
         self._unwatched = ""
         """The reason why packets are not seen at these; "" if they are."""
-        self._arrived = 0
-        """Packets that came to the first hook of IP, and may have opened connections."""
+        self._arrived: int | None = None
+        """Packets that came to the first hook of IP, and may have opened connections; None: not known."""
 
     def packets(self, *, count: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Yield the fate of up to *count* packets during *seconds*. Raises HostError."""
@@ -140,6 +140,8 @@ class Trace:
                 self._blind = f"rules are not seen, only connections: {error}"
             for events in (flows, traces):
                 selector.register(events, selectors.EVENT_READ)
+            if marks is not None:
+                stack.callback(self._count, marks)
             ends = time.monotonic() + seconds
             while count and time.monotonic() < ends + PATIENCE:
                 selector.select(0.05)
@@ -153,8 +155,11 @@ class Trace:
                         count -= 1
                         yield self._described(packet, now)
                 if now >= ends and not self._tracer.is_busy:
-                    break
-            self._arrived = marks.arrived() if marks is not None else 0
+                    return
+
+    def _count(self, marks: Marks) -> None:
+        with suppress(HostError):
+            self._arrived = marks.arrived()
 
     def _devices(self) -> list[str]:
         """Return the interfaces at which packets must be marked, so that all rules are seen.
@@ -184,13 +189,13 @@ class Trace:
             not self._is_relay(packet.endpoint))
 
     def unseen(self, target: str, seconds: float) -> str:
-        """Return what is known of packets to *target* if none was shown, in sentences."""
+        """Return what is known of packets to *target* if none was shown for *seconds*, in sentences."""
         said = f"no packet to {target} was seen in {seconds:g} s"
-        if self._blind:
+        if self._blind or self._arrived is None:
             return f"{said}: what drops packets before they open a connection is not known"
         if self._arrived:
-            return (f"{said}: {self._arrived} came here, which belong to connections from before or are not "
-                    f"from the sender that was asked for")
+            return (f"{said}: {self._arrived} came here and are not shown. They belong to connections from "
+                    "before, are not from the sender or to the frontend that was asked for, or were too many")
         said += (": none came to this node's rules for IP. It was not sent, took another way, or was dropped "
                  "before")
         chains = ", ".join(self._before_ip)
@@ -370,7 +375,7 @@ def command(words: tuple[str, ...], count: int, seconds: float, output: str, **o
     if len(words) > 2:
         raise click.UsageError("give [FROM] TO")
     flags, target = given(options), words[-1]
-    seen = 0
+    seen, began = 0, time.monotonic()
     watch: Trace | None = None
     try:
         with cli_errors():
@@ -381,7 +386,7 @@ def command(words: tuple[str, ...], count: int, seconds: float, output: str, **o
                 show(formatted(packet, output))
                 seen += 1
     except KeyboardInterrupt:
-        pass
+        seconds = round(time.monotonic() - began, 1)
     for problem in watch.problems if watch is not None else ():
         click.echo(f"Warning: {problem}", err=True)
     if not seen:

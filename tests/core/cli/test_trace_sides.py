@@ -1,5 +1,6 @@
 """``kproxy trace`` sees packets of every sender from the first hook on, and says what it cannot see."""
 
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +182,16 @@ def test_what_no_packet_means(tmp_path: Path) -> None:
         said = ("no packet to web:http was seen in 0.3 s: none came to this node's rules for IP. It was not "
                 "sent, took another way, or was dropped before")
         assert silence("web:http") == f"{said}. Programs of XDP and tc are not seen\n"
+        with tracing(made, "web:http") as process:
+            made.dial("veth", "ip", UDP_PORT)
+            process.send_signal(signal.SIGINT)
+            assert process.communicate()[1].endswith(
+                "none came to this node's rules for IP. It was not sent, took another way, or was dropped "
+                "before. Programs of XDP and tc are not seen\n")
+        with tracing(made, "outside", "web:http") as process:
+            assert made.dial("veth", "ip") == "answered"
+            process.send_signal(signal.SIGINT)
+            assert " s: 1 came here and are not shown. They belong to" in process.communicate()[1]
         made.node.nft("table bridge b { chain c { type filter hook prerouting priority 0; }; }")
         before = made.node.run("nft", "list", "tables")
         made.node.ip(*(f"link add more{number} up type bridge" for number in range(300)))
