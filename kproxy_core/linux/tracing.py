@@ -18,6 +18,8 @@ from kproxy_core.nft.messages import FAMILIES, KIND
 from kproxy_core.nft.objects import OWNER, Chain, Hook, Table
 from kproxy_core.nft.rules import (
     COUNTER,
+    CT_INVALID,
+    CT_UNTRACKED,
     DESTINATION_PORT,
     L4_PROTOCOL,
     SCTP_INIT,
@@ -243,8 +245,8 @@ def _by_state(match: Match) -> Iterator[Rule]:
     wanted = (equals(L4_PROTOCOL, match.protocol), *_wanted(match))
     yield (*wanted, ct_state("new"), limit(_PER_SECOND), TRACE)
     yield (*wanted, ct_state("established"), jump(_TRACKED_ALREADY))
-    yield (*wanted, ct_state("untracked"), jump(_UNTRACKED))
-    yield (*wanted, ct_state("invalid"), jump(_INVALID))
+    yield (*wanted, CT_UNTRACKED, jump(_UNTRACKED))
+    yield (*wanted, CT_INVALID, jump(_INVALID))
 
 
 def _wanted(match: Match) -> Rule:

@@ -372,8 +372,8 @@ def is_local(of: Literal["saddr", "daddr"]) -> Statement:
     return Statement(f"fib {of} type local", (fib, _compared(_host_u32(_LOCAL))))
 
 
-def ct_state(state: Literal["new", "established", "untracked", "invalid"]) -> Statement:
-    bit = {"invalid": 1, "established": 2, "new": 8, "untracked": 64}[state]
+def ct_state(state: Literal["new", "established"]) -> Statement:
+    bit = {"established": 2, "new": 8}[state]
     return Statement(f"ct state {state}", _bits(0, bit, _DIFFERENT))
 
 
@@ -392,6 +392,11 @@ def ct_status(status: Literal["dnat"], *, negate: bool = False) -> Statement:
 def _bits(key: int, bit: int, how: int) -> tuple[Expression, ...]:
     load = Expression("ct", {1: u32(1), 2: u32(key)})
     return load, _bitwise(_host_u32(bit), bytes(4)), _compared(bytes(4), how)
+
+
+CT_UNTRACKED: Final = Statement("ct state untracked", _bits(0, 64, _DIFFERENT))
+CT_INVALID: Final = Statement("ct state invalid", _bits(0, 1, _DIFFERENT))
+"""Match packets that a rule keeps from being tracked, or that belong to no connection and begin none."""
 
 
 _TCP_FLAGS = {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16}
