@@ -8,7 +8,7 @@ from kproxy_core.app.drops import Drop, FilteredPacket
 from kproxy_core.app.filters import place
 from kproxy_core.linux.links import Link
 from kproxy_core.linux.node_state import NodeState
-from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address
+from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address, is_link_local
 from kproxy_core.model.service import Destination
 from kproxy_core.nft.packet import Interface
 from kproxy_core.observe.logs import printable
@@ -130,7 +130,7 @@ def _neighbour(state: NodeState, link: Link, family: Family) -> Address | None:
     for each in state.addresses:
         network = each.network
         if each.link == link.number and network.family is family and network.prefix < family.bits - 1 and (
-                not each.address.startswith(b"\xfe\x80")):
+                not is_link_local(each.address)):
             first = int.from_bytes(network.network, "big") + 1
             hosts = (Address(number.to_bytes(family.size, "big")) for number in (first, first + 1))
             return next(host for host in hosts if host != each.address)
@@ -141,7 +141,7 @@ def _families(state: NodeState) -> list[Family]:
     """Return IPv4, and IPv6 if this node has such an address that is neither loopback nor link-local."""
     loopback = {link.number for link in state.links if link.is_loopback}
     has_ipv6 = any(
-        each.network.family is Family.IPV6 and not each.address.startswith(b"\xfe\x80")
+        each.network.family is Family.IPV6 and not is_link_local(each.address)
         and each.link not in loopback for each in state.addresses)
     return [Family.IPV4, Family.IPV6] if has_ipv6 else [Family.IPV4]
 
