@@ -262,7 +262,7 @@ def _second_proxy(state: NodeState, services: Services | None) -> _Found:
     if state.has_socket_translation:
         found.setdefault("Cilium", []).append("it translates addresses of Services in sockets (socket LB)")
     for table in state.tables:
-        if table.name == "kube-proxy":
+        if table.name == "kube-proxy" and not state.is_marked:
             found.setdefault("kube-proxy", []).append(f"nft table {table.family} kube-proxy")
     if services is None or not services.is_running or services.mode not in _WRITES_KUBE_CHAINS:
         for where in state.service_chains:
@@ -276,6 +276,22 @@ def _second_proxy(state: NodeState, services: Services | None) -> _Found:
         [f"{name}: {what}" for name, seen in sorted(found.items()) for what in seen],
         "keep one of them: delete the other's DaemonSet, then its rules (kube-proxy --cleanup, or "
         "kproxy --cleanup)")
+
+
+def _calico(state: NodeState, services: Services | None) -> _Found:
+    """Find a node whose Calico, with NFTablesMode=Auto, looks for chains that kube-proxy's leave with it.
+
+    felix/nftables/utils.go (projectcalico/calico): any chain in table kube-proxy of IPv4 or IPv6.
+    """
+    calico = [table for table in state.tables if table.name == "calico"]
+    serves = services is not None and services.is_running and services.mode not in _WRITES_KUBE_CHAINS
+    if calico and serves and not any(table.name == "kube-proxy" for table in state.tables):
+        yield Finding(
+            "calico", "Calico restarts, and may leave nftables, if its NFTablesMode is Auto: it looks for "
+            "chains in kube-proxy's tables",
+            [f"nft table {' and '.join(map(str, calico))}", "no table kube-proxy"],
+            "set calicoMarker: true in the options of kproxy's mode, or NFTablesMode: Enabled in Calico's "
+            "FelixConfiguration")
 
 
 _WRITES_KUBE_CHAINS = ("iptables", "ipvs", "userspace")
@@ -473,8 +489,8 @@ def _int(text: str | None) -> int:
 
 
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
-    _foreign_tables, _second_proxy, _forwarding, _reverse_path, _bridges, _conntrack, _node_ports, _mtu,
-    _clock, _cgroups, _kernel,
+    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _bridges, _conntrack, _node_ports,
+    _mtu, _clock, _cgroups, _kernel,
 )  # fmt: skip
 """All but that of filter chains, which needs a packet's way: see `drop_findings`."""
 
