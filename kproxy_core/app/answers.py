@@ -400,7 +400,8 @@ class Answers:
 
     def plans(self) -> Answer:
         now = self._now()
-        return {"mode": now.instance.mode, "plans": documents(now.plans)}
+        needing = [family.label for family in Family if now.instance.needs_interface_addresses(family)]
+        return {"mode": now.instance.mode, "plans": documents(now.plans), "needs_addresses": needing}
 
     def report(self) -> Answer:
         store = self._store

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from kproxy_core.app.drops import Drop, FilteredPacket
 from kproxy_core.app.filters import place
-from kproxy_core.linux.links import Link
+from kproxy_core.linux.links import Link, shortened, unaddressed_links
 from kproxy_core.linux.node_state import NodeState
 from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address, is_link_local
 from kproxy_core.model.service import Destination
@@ -26,9 +26,14 @@ class Services(NamedTuple):
     """Each with its service port."""
     endpoints: Sequence[Address]
     """Without repetitions, in the order of the service ports."""
+    needs_addresses: Sequence[str] = ()
+    """Labels of the families of which interfaces need addresses (`Backend.needs_interface_addresses`)."""
 
     @classmethod
-    def of(cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool) -> "Services":
+    def of(
+        cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool,
+        needs_addresses: Sequence[str] = (),
+    ) -> "Services":
         """Return the Services of plans as `kproxy_core.app.changes.document` returns them."""
         ports: dict[tuple[int, str], None] = {}
         endpoints: dict[Address, None] = {}
@@ -37,7 +42,7 @@ class Services(NamedTuple):
                 if found := _NODE_PORT.fullmatch(frontend):
                     ports[int(found["port"]), plan["service_port"]] = None
             endpoints |= dict.fromkeys(Destination.parse(text).address for text in plan["endpoints"])
-        return cls(mode, is_running, tuple(ports), tuple(endpoints))
+        return cls(mode, is_running, tuple(ports), tuple(endpoints), needs_addresses)
 
 
 _NODE_PORT = re.compile(r"node:(?P<port>\d+)/\w+")
@@ -326,6 +331,19 @@ def _reverse_path(state: NodeState, services: Services | None) -> _Found:
             "sysctl -w net.ipv4.conf.all.rp_filter=2 (loose)")
 
 
+def _unaddressed(state: NodeState, services: Services | None) -> _Found:
+    for family in Family:
+        if services is None or family.label not in services.needs_addresses:
+            continue
+        numbered = {each.link for each in state.addresses if each.network.family is family}
+        if without := [printable(name) for name in unaddressed_links(state.links, numbered)]:
+            yield Finding(
+                "interface-address",
+                f"mode {services.mode} serves no {family.label} to pods behind interfaces without an address",
+                [f"no {family.label} address: {shortened(without)}"],
+                f"set bindAddress in the options of mode {services.mode} to an address of this node")
+
+
 def _bridges(state: NodeState, services: Services | None) -> _Found:
     """Find bridges whose pods lose answers of Services, or cannot reach themselves by a Service."""
     by_number = {link.number: link for link in state.links}
@@ -489,8 +507,8 @@ def _int(text: str | None) -> int:
 
 
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
-    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _bridges, _conntrack, _node_ports,
-    _mtu, _clock, _cgroups, _kernel,
+    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _unaddressed, _bridges, _conntrack,
+    _node_ports, _mtu, _clock, _cgroups, _kernel,
 )  # fmt: skip
 """All but that of filter chains, which needs a packet's way: see `drop_findings`."""
 

@@ -42,7 +42,8 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         return None, ""
     except RequestRefused as error:
         return None, f"the Services: {error}"
-    return Services.of(found["mode"], found["plans"], is_running=True), ""
+    needing = found.get("needs_addresses", ())
+    return Services.of(found["mode"], found["plans"], is_running=True, needs_addresses=needing), ""
 
 
 def examine(services: Services | None) -> Json:
