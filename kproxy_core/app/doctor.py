@@ -227,8 +227,9 @@ def drop_findings(
         chains = chains_of.get((drop.family, drop.table), frozenset())
         owner = next((each for each in _OWNERS if each.wrote(drop, chains)), None)
         whose = f"{owner.name} " if owner else "a filter of another program "
+        does = "rejects" if drop.rejects else "exempts from translation the" if drop.exempts else "drops"
         found.append(Finding(
-            "firewall", f"{whose}{'rejects' if drop.rejects else 'drops'} packets that this node forwards",
+            "firewall", f"{whose}{does} packets that this node forwards",
             [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
              *_ways(stop.sample for stop in of_place)],
             owner.remedy if owner else _REMEDY))

@@ -4,8 +4,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from kproxy_core.contract import (
     Backend,
+    BackendError,
     BackendSettings,
     Connections,
     Damage,
@@ -103,20 +106,25 @@ class NftablesBackend(Backend):
     def sync(self, update: Update) -> SyncReport:
         try:
             report = sync_family(self._states[update.family], update)
-            if update.scope is Scope.RESYNC or update.family not in self._marked:
-                self._mark(update.family)
-        except (TooLong, HostError) as error:
+        except TooLong as error:
             raise SyncFailed(str(error)) from error
+        if update.scope is Scope.RESYNC or update.family not in self._marked:
+            report = replace(report, degraded=self._mark(update.family))
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report
 
-    def _mark(self, family: Family) -> None:
-        """Create the marker, or delete it if it is not wanted. Raises SyncFailed, HostError."""
-        if has_marker(family) is not self._settings.marked:
-            commands = marker_creation if self._settings.marked else marker_removal
-            self._kernel.run(commands(family))
+    def _mark(self, family: Family) -> str:
+        """Create the marker, or delete it if it is not wanted. Return why that failed; "": it did not."""
+        self._marked.discard(family)
+        try:
+            if has_marker(family) is not self._settings.marked:
+                commands = marker_creation if self._settings.marked else marker_removal
+                self._kernel.run(commands(family))
+        except (BackendError, HostError) as error:
+            return f"calicoMarker is not in effect: {error}"
         self._marked.add(family)
+        return ""
 
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         """Let kproxy's rules reset connections that bypass them by a flowtable."""

@@ -11,6 +11,7 @@ import pytest
 
 from kproxy_core.linux.rulesets import MARKER
 from kproxy_core.model.address import Family
+from kproxy_core.nft.objects import OWNER, Table
 from kproxy_core.nft.transaction import RulesetSocket
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
@@ -154,6 +155,21 @@ def test_kube_proxy_returns_to_its_table(
     assert (told.returncode, told.stderr) == (0, "")
     assert [f"chain {MARKER} of table {table}" in told.stdout for table in TABLES] == [True, True]
     assert chains(node) == {table: ["services", "masquerading"] for table in TABLES}
+
+
+def test_a_table_of_another_owner_is_a_problem_until_it_ends(
+    node: Namespace, serving: Callable[..., AbstractContextManager[Proxy]]
+) -> None:
+    """Services are served meanwhile."""
+    with node.inside(RulesetSocket.open) as owner:
+        owner.run([Table(Family.IPV4, "kube-proxy", flags=OWNER).create()])
+        with serving() as proxy:
+            status, body = proxy.health()
+            assert status == 200
+            assert "calicoMarker is not in effect" in body
+            assert chains(node) == {TABLES[1]: [MARKER]}
+            owner.close()
+            await_chains(node, ONLY_MARKER)
 
 
 def test_the_doctor_misses_it_beside_calico(
