@@ -106,7 +106,7 @@ def read_node_state(towards: Collection[Address] = ()) -> NodeState:
         tables=tables,
         service_chains=attempt(lambda: _service_chains(tables), []),
         is_marked=attempt(lambda: _is_marked(tables), otherwise=False),
-        legacy_tables=_legacy_tables(),
+        legacy_tables=legacy_tables(),
         unread_tables=attempt(lambda: list_tables(style=["terse_output"]).unread if tables else (), ()),
         proxies=_proxies(),
         has_socket_translation=_CILIUM_SOCKETS.exists(),
@@ -156,7 +156,8 @@ def _is_marked(tables: Collection[TableName]) -> bool:
     return bool(found) and not any(map(has_kube_proxy, found))
 
 
-def _legacy_tables() -> list[str]:
+def legacy_tables() -> list[str]:
+    """Return the tables of iptables-legacy, as ``ip filter``."""
     found = []
     for family in ("ip", "ip6"):
         with suppress(OSError):
