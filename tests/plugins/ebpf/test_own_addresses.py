@@ -1,5 +1,6 @@
 """ClusterIPs that the node has itself, as with NodeLocal DNSCache, which listens there without NAT."""
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.processes import KPROXY
+from tests.core.processes import KPROXY, kproxy
 from tests.plugins.ebpf.node import REMOTE, REMOTE6, Node, echo, node, until
 from tests.plugins.ebpf.sockets import Sockets
 
@@ -90,6 +91,8 @@ def test_clients_reach_a_cache_on_the_node_while_it_is_there(where: Node) -> Non
                     assert "exempts it from translation" in answer
             assert "BPF map frontends" in explained(where, "pod", WEB)
             where.host.run(KPROXY, "diff")
+            found = json.loads(kproxy("doctor", "-o", "json", node=where.host).stdout)["findings"]
+            assert {each["check"] for each in found} <= {"clock"}
         until(lambda: reaches_endpoints(clients))
         assert "BPF map frontends" in explained(where, "pod", DNS)
 
