@@ -20,6 +20,7 @@ from kproxy_core.contract import (
     parse_address,
 )
 from kproxy_core.linux.libnftables import Crashed, list_table
+from kproxy_core.linux.rulesets import KUBE_PROXY_TABLE, has_kube_proxy
 from kproxy_core.nft.elements import Data, Found
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.objects import Chain
@@ -34,7 +35,6 @@ from kproxy_nftables.wanted import elements, node_elements, parse_port_key, port
 
 # kube-proxy's table as nft prints it; see docs/design/behaviour/nftables.md. Pure.
 
-KUBE_PROXY_TABLE = "kube-proxy"
 
 KUBE_PROXY_VIPS = ("service-ips", "no-endpoint-services")
 KUBE_PROXY_NODE_PORTS = ("service-nodeports", "no-endpoint-nodeports")
@@ -116,7 +116,7 @@ def frontends(family: Family) -> list[Frontend]:
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
     """Return kube-proxy's table if it exists and ours does not. Raises BackendError or HostError."""
-    if kernel.has_table(family, TABLE) or not kernel.has_table(family, KUBE_PROXY_TABLE):
+    if kernel.has_table(family, TABLE) or not has_kube_proxy(family):
         return None
     text = list_table(family.ip, KUBE_PROXY_TABLE, ["handle_output"])
     return KubeProxyTable(listed_rules(text.splitlines()), text)
