@@ -134,7 +134,7 @@ def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
     empty: dict[str, None] = {}
     for line in lines:
         if line.startswith("-A "):
-            chain = line[3 : line.index(" ", 3)]
+            chain = line.split(None, 2)[1]  # A rule that only counts has nothing behind it.
             if chain != current:
                 if found:
                     yield SavedChain(table, current, found)

@@ -5,37 +5,62 @@ Rules are made of templates, in which each word in braces stands for a random va
 
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.nft.packet import Flow
 from tests.core.nft.packet_judge import CLIENTS, OWN, PORTS, SERVERS, Probe
 
-_NETWORKS: Final = {
-    Family.IPV4: ("10.0.1.0/24", "10.0.9.8/31", "10.0.2.0/25", "172.16.0.0/12", "10.0.0.0/15", "0.0.0.0/1"),
-    Family.IPV6: ("fd00:1::/64", "fd00:9::8/127", "fd00:2::/96", "fd05::/16", "fd00::/13", "8000::/1")}
-_RANGES: Final = {
-    Family.IPV4: ("10.0.1.2-10.0.2.1", "10.0.2.2-10.0.9.8", "172.16.0.1-172.16.5.9"),
-    Family.IPV6: ("fd00:1::2-fd00:2::1", "fd00:2::2-fd00:9::8", "fd05::1-fd05::9")}
-_MASKED: Final = {
-    Family.IPV4: ("0.0.255.0 == 0.0.1.0", "255.255.0.1 == 10.0.0.1", "0.0.255.0 != 0.0.9.0"),
-    Family.IPV6: ("0:ffff:: == 0:1::", "ffff::f == fd00::1", "0:ffff:: != 0:9::")}
+class Site(NamedTuple):
+    """The addresses, devices and ports of one IP family that rules and packets are about."""
+
+    clients: Sequence[str]
+    own: Sequence[str]
+    """Of the node."""
+    servers: Sequence[str]
+    networks: Sequence[str]
+    ranges: Sequence[str]
+    masked: Sequence[str]
+    """Address bits and what they are compared with, as nft writes it."""
+    vips: str
+    """A network, translated to one of the same size."""
+    behind: str
+    devices: Sequence[str]
+    ports: Sequence[int]
+
+
+JUDGE: Final = {
+    Family.IPV4: Site(
+        CLIENTS[Family.IPV4], OWN[Family.IPV4], SERVERS[Family.IPV4],
+        ("10.0.1.0/24", "10.0.9.8/31", "10.0.2.0/25", "172.16.0.0/12", "10.0.0.0/15", "0.0.0.0/1"),
+        ("10.0.1.2-10.0.2.1", "10.0.2.2-10.0.9.8", "172.16.0.1-172.16.5.9"),
+        ("0.0.255.0 == 0.0.1.0", "255.255.0.1 == 10.0.0.1", "0.0.255.0 != 0.0.9.0"),
+        "10.0.9.0/24", "10.0.2.0/24", ("c0", "s0", "lo"), PORTS),
+    Family.IPV6: Site(
+        CLIENTS[Family.IPV6], OWN[Family.IPV6], SERVERS[Family.IPV6],
+        ("fd00:1::/64", "fd00:9::8/127", "fd00:2::/96", "fd05::/16", "fd00::/13", "8000::/1"),
+        ("fd00:1::2-fd00:2::1", "fd00:2::2-fd00:9::8", "fd05::1-fd05::9"),
+        ("0:ffff:: == 0:1::", "ffff::f == fd00::1", "0:ffff:: != 0:9::"),
+        "fd00:9::/64", "fd00:2::/64", ("c0", "s0", "lo"), PORTS),
+}  # fmt: skip
+"""The node of the judge of packets."""
 
 
 class _Words(Mapping[str, str]):
     """Random values by the words of templates."""
 
-    def __init__(self, random: Random, family: Family, **more: str) -> None:
+    def __init__(self, random: Random, family: Family, site: Site, **more: str) -> None:
         self.random = random
         self.family = family
+        self.site = site
         self._more = more
-        servers = SERVERS[family]
+        servers = site.servers
         self._lists: dict[str, Sequence[str]] = {
-            "source": (*CLIENTS[family], *OWN[family]), "destination": (*servers, *OWN[family]),
-            "own": OWN[family], "network": _NETWORKS[family], "range": _RANGES[family],
-            "masked": _MASKED[family], "port": [str(port) for port in PORTS],
+            "source": (*site.clients, *site.own), "destination": (*servers, *site.own),
+            "own": site.own, "network": site.networks, "range": site.ranges,
+            "masked": site.masked, "port": [str(port) for port in site.ports],
             "ports": ("80", "1-1024", "443-9000", "8081-65535"), "sports": ("1-30000", "20000-65535", "1000"),
-            "no": ("", "", "!= "), "not": ("", "", "! "), "device": ("c0", "s0", "lo"), "protocol": ("tcp",
+            "no": ("", "", "!= "), "not": ("", "", "! "), "device": site.devices, "protocol": ("tcp",
             "udp"),
             "mark": ("0", "1", "2", "4", "5", "7"), "bits": ("1", "4", "6"), "which": ("saddr", "daddr"),
             "state": ("new", "established,related", "untracked", "invalid", "! new"),
@@ -51,9 +76,8 @@ class _Words(Mapping[str, str]):
         self._fixed = {
             "ip": family.ip, "key": "ipv4_addr" if family is Family.IPV4 else "ipv6_addr",
             "at": "128" if family is Family.IPV4 else "192", "first": servers[0], "second": servers[1],
-            "vip": servers[2], "client": CLIENTS[family][0], "other": CLIENTS[family][1],
-            "vips": "10.0.9.0/24" if family is Family.IPV4 else "fd00:9::/64",
-            "servers": "10.0.2.0/24" if family is Family.IPV4 else "fd00:2::/64",
+            "vip": servers[2], "client": site.clients[0], "other": site.clients[1],
+            "vips": site.vips, "servers": site.behind,
             "option": "ip option rr" if family is Family.IPV4 else "exthdr frag"}
 
     def __getitem__(self, word: str) -> str:
@@ -160,16 +184,18 @@ _PRIORITIES: Final = {
 
 
 class _Table:
-    def __init__(self, random: Random, family: Family, number: int, *, is_certain: bool) -> None:
+    def __init__(
+        self, random: Random, family: Family, site: Site, number: int, *, is_certain: bool
+    ) -> None:
         self.random = random
         self.name = f"t{number}"
         self.of = random.choice((family.ip, "inet"))
         self.is_certain = is_certain
-        own = random.choice(OWN[family])
+        own = random.choice(site.own)
         self._more = {
             "of": family.ip if self.of == "inet" else "",
             "own_socket": f"{own}:" if family is Family.IPV4 else f"[{own}]:"}
-        self.words = _Words(random, family, **self._more)
+        self.words = _Words(random, family, site, **self._more)
         self._declared: list[str] = []
         self._chains: list[str] = []
 
@@ -204,7 +230,8 @@ class _Table:
             rewrites = _REWRITES if not self.is_certain and self.random.random() < 0.2 else ()
             return f"{matches} {self.words.fill((*_CHANGES, *more, *rewrites))} counter"
         if draw < 0.7 and leads:
-            end = _Words(self.random, self.words.family, lead=self.random.choice(leads)).fill(_LEADS)
+            end = _Words(
+                self.random, self.words.family, self.words.site, lead=self.random.choice(leads)).fill(_LEADS)
             return f"{matches} {end}" if "vmap" in end else f"{matches} counter {end}"
         ends = (*_ENDS, *(["reject"] if hook and hook != "postrouting" else []))
         return f"{matches} counter {self.random.choice(ends)}"
@@ -231,10 +258,13 @@ class _Table:
         self._chains.append(f"chain {name} {{ {head}{'; '.join(rules)}; }}")
 
 
-def nft_rules(random: Random, family: Family, *, is_certain: bool) -> str:
-    """Return tables of nft. *is_certain*: without matches that depend on what is not known."""
+def nft_rules(random: Random, family: Family, *, is_certain: bool, site: Site | None = None) -> str:
+    """Return tables t0, t1, ... of nft. *is_certain*: without matches that depend on what is not known.
+
+    *site*: that of the judge by default.
+    """
     return "".join(
-        _Table(random, family, number, is_certain=is_certain).text()
+        _Table(random, family, site or JUDGE[family], number, is_certain=is_certain).text()
         for number in range(random.randint(1, 3)))
 
 
@@ -286,14 +316,15 @@ _XT_TARGETS: Final = {
 }  # fmt: skip
 
 
-def iptables_rules(random: Random, family: Family, *, is_certain: bool) -> str:
+def iptables_rules(random: Random, family: Family, *, is_certain: bool, site: Site | None = None) -> str:
     """Return input for ``iptables-restore``, as `nft_rules` does for nft."""
     tables = random.sample(sorted(_TABLES), random.randint(1, 3))
-    return "".join(_xt_table(random, family, name, is_certain=is_certain) for name in tables)
+    words = _Words(random, family, site or JUDGE[family])
+    return "".join(_xt_table(words, name, is_certain=is_certain) for name in tables)
 
 
-def _xt_table(random: Random, family: Family, name: str, *, is_certain: bool) -> str:
-    words = _Words(random, family)
+def _xt_table(words: _Words, name: str, *, is_certain: bool) -> str:
+    random = words.random
     chains = _TABLES[name]
     others = [f"O{at}" for at in range(random.randint(0, 3))]
     lines = [f"*{name}",

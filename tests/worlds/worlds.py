@@ -1,0 +1,167 @@
+"""Nodes with neighbours: what `kproxy explain` says about packets there, and what becomes of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, Final, NamedTuple
+
+from kproxy_conformance.network.addresses import NETWORKS, resolve
+from kproxy_conformance.network.namespaces import CommandFailed
+from kproxy_core.linux import sysctl
+from kproxy_core.model.address import Family
+from tests.conformance.any_services import Attempt, World
+from tests.conformance.test_explained import ExplainedPlay
+from tests.core.nft.random_rules import Site
+from tests.worlds.neighbours import NEIGHBOURS, Rules
+from tests.worlds.packets import DELIVERED, MOST, NOTHING, REFUSED, SENT, Attempted, PacketJudge, Seen
+
+_SYSCTLS: Final = {
+    "ipv4": ("net/ipv4/ip_forward", "net/ipv4/conf/all/rp_filter", "net/ipv4/conf/eth0/rp_filter"),
+    "ipv6": ("net/ipv6/conf/all/forwarding",)}
+
+
+def site_of(family: str) -> Site:
+    """Return what rules about the topology's node may name."""
+    def at(*symbols: str) -> list[str]:
+        return [resolve(symbol, family) for symbol in symbols]
+
+    is_ipv4 = family == "ipv4"
+    return Site(
+        at("client", "crowd5", "pod1", "pod2"), at("node", "node_alt", "node_pods"),
+        at("pod1", "pod3", "vip1", "vip2", "ext1", "lb1", "pod4", "vip3"),
+        [NETWORKS[name][not is_ipv4] for name in (
+            "lan_net", "cluster_net", "local_pod_net", "service_net", "lb_net", "any_net")],
+        ["10.244.1.1-10.244.2.13", "172.18.0.1-172.18.0.100"] if is_ipv4 else [
+            "fd00:10:244:1::1-fd00:10:244:2::13", "fd00:172:18::1-fd00:172:18::100"],
+        ["0.0.255.0 == 0.0.1.0", "255.255.0.0 == 10.244.0.0"] if is_ipv4 else ["0:ffff:: == 0:10::"],
+        *at("service_net", "service_net"), ("eth0", "eth1", "kcbr0", "kcveth2", "lo"),
+        (80, 81, 82, 8080, 8081, 8082, 30000, 30001, 30010, 30011, 30020))
+
+
+class Told(NamedTuple):
+    """What an answer says about a packet."""
+
+    kinds: frozenset[str]
+    """What may become of it, of the kinds of `Seen`."""
+    endpoints: frozenset[tuple[str, int]]
+    """If it is delivered or sent."""
+    is_certain: bool
+
+
+class Verdicts(NamedTuple):
+    """How answers compare with packets."""
+
+    counts: Counter[str]
+    """Of answers: ``right``, ``wrong`` and ``unclear``."""
+    wrong: list[str]
+
+
+class WorldPlay(ExplainedPlay):
+    """A play beside neighbours."""
+
+    def __init__(self, mode: str, family: str, directory: Path) -> None:
+        super().__init__(mode, family, directory)
+        self._node = self._stage.topology["node"]
+        self._judge = PacketJudge(self._stage.topology, family)
+        close, self.close = self.close, lambda: (self._judge.close(), close())  # type: ignore[func-returns-value]
+        self._programs = {"ipv4": "iptables", "ipv6": "ip6tables"}[family]
+
+    def neighboured(self, random: Random) -> tuple[list[str], dict[str, int]]:
+        """Have some neighbours, and some settings of the kernel; return them."""
+        names = random.sample(sorted(NEIGHBOURS), random.choice((1, 1, 2, 3)))
+        family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
+        self._own = self._node.run(f"{self._programs}-save", "-c")
+        shown = []
+        for name in names:
+            rules = NEIGHBOURS[name](random, family, site_of(self._family))
+            if self._add(rules):
+                shown += [f"# {name}", rules.nft or rules.iptables]
+        settings = {}
+        for name in _SYSCTLS[self._family]:
+            value = 0 if "forward" in name else random.choice((1, 2))
+            if random.random() < 0.06:
+                settings[name] = value
+                self._set(name, value)
+        return shown, settings
+
+    def _add(self, rules: Rules) -> bool:
+        try:
+            if rules.nft:
+                self._node.run("nft", "-f", "-", stdin=rules.nft)
+            else:
+                self._node.run(f"{self._programs}-restore", "--noflush", stdin=rules.iptables)
+        except CommandFailed:
+            return False
+        return True
+
+    def alone(self) -> None:
+        """Remove all neighbours."""
+        for table in self._node.run("nft", "list", "tables").splitlines():
+            _, of, name = table.split()
+            if name not in ("judge", "kproxy") and of == "inet" or (name.startswith("t") and name[1:].isdigit()):
+                with suppress(CommandFailed):
+                    self._node.run("nft", "delete", "table", of, name)
+        if self._own:
+            self._node.run(f"{self._programs}-restore", "-c", stdin=self._own)
+        for table in ("raw", "mangle", "nat", "filter"):
+            if f"*{table}" not in self._own.splitlines():
+                for option in ("-F", "-X"):
+                    self._node.run(self._programs, "-t", table, option)
+                for chain in ("INPUT", "FORWARD", "OUTPUT") if table == "filter" else ():
+                    self._node.run(self._programs, "-P", chain, "ACCEPT")
+        for name in _SYSCTLS[self._family]:
+            self._set(name, 1 if "forward" in name else 0)
+        self._stage.barrier.wait()
+
+    def _set(self, name: str, value: int) -> None:
+        with self._node.entered():
+            sysctl.ensure(name, value)
+
+    def verdicts(self, attempts: Sequence[Attempt]) -> Verdicts:
+        """Ask about *attempts*, send their packets, and compare."""
+        self._node.forget_connections()
+        answers = self.all_explained(attempts[:MOST])
+        seen = self._judge.judged([self._attempted(each) for each in attempts[:MOST]])
+        counts: Counter[str] = Counter()
+        wrong = []
+        for attempt, answer, one in zip(attempts[:MOST], answers, seen, strict=True):
+            told = told_by(answer)
+            is_right = one.kind in told.kinds and (
+                one.kind not in (DELIVERED, SENT) or (one.destination, one.port) in told.endpoints)
+            verdict = "unclear" if not told.is_certain else "right" if is_right else "wrong"
+            counts[verdict] += 1
+            if verdict == "wrong":
+                wrong.append(f"{attempt}: {one}, but told {answer['outcome']} {sorted(told.kinds)} "
+                             f"{sorted(told.endpoints)} {answer['kernel']}")
+        return Verdicts(counts, wrong)
+
+    def _attempted(self, attempt: Attempt) -> Attempted:
+        host = "client" if attempt.client == "crowd5" else attempt.client
+        return Attempted(
+            host, resolve(attempt.client, self._family), resolve(attempt.to, self._family), attempt.port,
+            attempt.protocol)
+
+
+def told_by(answer: dict[str, Any]) -> Told:
+    """Return what *answer* says."""
+    kernel = answer["kernel"]
+    endpoints = frozenset(_socket(each["endpoint"]) for each in kernel["endpoints"])
+    outcome = kernel["outcome"]
+    kinds = {"forwarded": {DELIVERED, SENT}, "refused": {REFUSED}, "dropped": {NOTHING}}.get(outcome, {""})
+    filters = kernel["filters"]
+    if not filters:
+        return Told(frozenset(kinds), endpoints, kinds != {""})
+    is_certain = all(" may " not in each and "unless" not in each for each in filters)
+    if not is_certain or len(endpoints) > 1:
+        return Told(frozenset(), endpoints, is_certain=False)
+    (last, *_) = filters
+    if "translate" in last or "exempt" in last:
+        return Told(frozenset({DELIVERED, SENT, NOTHING, REFUSED}), endpoints, is_certain=False)
+    return Told(frozenset({NOTHING} if "drop" in last else {REFUSED}), endpoints, is_certain=True)
+
+
+def _socket(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
