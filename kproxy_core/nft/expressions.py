@@ -42,10 +42,12 @@ from kproxy_core.nft.rules import (
     NFT_BREAK,
     NFT_CONTINUE,
     Attributes,
+    DataType,
     Expression,
     HeldRule,
     Verdict,
     parse_verdict,
+    types_of_number,
 )
 from kproxy_core.nft.xt import STOLEN, UNKNOWN, Sight
 
@@ -105,6 +107,8 @@ class HeldSet(NamedTuple):
     """Rules add elements."""
     object_type: int = 0
     """In a map of objects: NFT_OBJECT_*."""
+    types: tuple[DataType, ...] = ()
+    """Those of a key's parts; (): not known."""
 
     def find(self, value: bytes) -> Element | None:
         """Return the element whose key is *value*, or whose interval holds it. Raises OSError."""
@@ -164,11 +168,26 @@ class Ruleset(Protocol):
 # Ways of a packet.
 
 
+class Looked(NamedTuple):
+    """A set or map in which a rule has looked up a key."""
+
+    container: str
+    key: bytes
+    element: Element | None
+    """None: it holds none for the key."""
+
+
 class Met(NamedTuple):
-    """A rule whose matches all apply to the packet."""
+    """A rule whose matches all apply to the packet, or that has drawn a number without an element."""
 
     place: Place
     is_certain: bool
+    looked: tuple[Looked, ...] = ()
+
+    @property
+    def misses(self) -> bool:
+        """Whether no element was found for the number, so that the rule does not apply."""
+        return bool(self.looked) and self.looked[-1].element is None
 
 
 class Doubt(NamedTuple):
@@ -179,6 +198,8 @@ class Doubt(NamedTuple):
     occurrence: int
     """The statement may be met several times."""
     matched: bool
+    place: Place | None = None
+    """None: no rule."""
 
 
 _Cube = frozenset[Doubt]
@@ -211,11 +232,13 @@ class Chance(NamedTuple):
         return (*sorted(found), *(
             sorted({each.text for each in self.random}) if self.share <= _ALL else ()))
 
-    def given(self, doubt: str, *, matched: bool) -> "Chance":
+    def given(self, doubt: str, place: Place | None = None, *, matched: bool) -> "Chance":
+        """Return the chance if a statement is decided so. *place* is that of its rule."""
+        text = doubt if place is None else f"{doubt} {place.text}"
         cases = {}
         for case, share in self.cases.items():
-            times = sum(each.text == doubt for each in case)
-            cases[case | {Doubt(doubt, times, matched)}] = share
+            times = sum(each.text == text for each in case)
+            cases[case | {Doubt(text, times, matched, place)}] = share
         return Chance(cases, self.random)
 
     def times(self, share: float, why: str, *, matched: bool = True) -> "Chance":
@@ -296,7 +319,8 @@ def run(
             others = run.step(expressions[at])
             at += 1
             open_ += [(at, other) for other in reversed(others)]
-        met = branch.met if run.verdict.code == NFT_BREAK else (*branch.met, Met(place, True))
+        met = branch.met if run.verdict.code == NFT_BREAK and not run.misses else (
+            *branch.met, Met(place, True, run.looked))
         yield run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)
 
 
@@ -315,7 +339,14 @@ class _Run:
         self.verdict = Verdict(NFT_CONTINUE)
         self.rejects = False
         self.packets: int | None = None
+        self.looked: tuple[Looked, ...] = ()
+        self._has_drawn = False
         self._words: _Words = {}
+
+    @property
+    def misses(self) -> bool:
+        """Whether a random number had no element."""
+        return self._has_drawn and bool(self.looked) and self.looked[-1].element is None
 
     @property
     def _where(self) -> str:
@@ -325,6 +356,7 @@ class _Run:
         other = type(self)(
             self._ruleset, self._node, self._base, self._place, self.seen, self.chance)
         other.verdict, other.rejects, other.packets = self.verdict, self.rejects, self.packets
+        other.looked, other._has_drawn = self.looked, self._has_drawn
         other._words = dict(self._words)
         return other
 
@@ -350,7 +382,7 @@ class _Run:
         self._words.clear()
         end = self._copy()
         end.verdict = Verdict(UNKNOWN)
-        end.chance = end.chance.given(f"{name} {self._where}", matched=True)
+        end.chance = end.chance.given(name, self._place, matched=True)
         return [*others, end]
 
     @staticmethod
@@ -366,15 +398,15 @@ class _Run:
             return ()
         other = self._copy()
         other.verdict = Verdict(NFT_BREAK)
-        why = f"{answer.why} {self._where}"
         if isinstance(answer, Share):
             if not 0 < answer.yes < 1:
                 return self._decide(answer.yes >= 1)
+            why = f"{answer.why} {self._where}"
             self.chance = self.chance.times(answer.yes, why)
             other.chance = other.chance.times(1 - answer.yes, why, matched=False)
         else:
-            self.chance = self.chance.given(why, matched=True)
-            other.chance = other.chance.given(why, matched=False)
+            self.chance = self.chance.given(answer.why, self._place, matched=True)
+            other.chance = other.chance.given(answer.why, self._place, matched=False)
         return [other]
 
     @property
@@ -553,6 +585,7 @@ class _Run:
     def _numbers(self, found: Attributes, count: int, offset: int, why: str) -> Sequence["_Run"]:
         """Store a number of *count*, from *offset* on, each for a share of packets."""
         register = found[1] if why == "numgen" else found[2]
+        self._has_drawn = True
         if not 0 < count <= _MOST_NUMBERS:
             self._store_unknown(register, why, 4)
             return ()
@@ -647,6 +680,8 @@ class _Run:
         if known is not None:
             one = held.find(known)
             if not held.is_filled_by_packets and (one is None or not one.expressions):  # Most lookups.
+                if not inverted:
+                    self.looked = (*self.looked, Looked(name, known, one))
                 if one is not None:
                     self._found(one, result, inverted=inverted)
                 elif not inverted:
@@ -666,12 +701,14 @@ class _Run:
             problem = why or (f"{limits[0]} in set {name}" if limits else "")
             may_miss = may_miss or bool(limits)
             if problem:
-                run.chance = run.chance.given(f"{problem} {self._where}", matched=not inverted)
+                run.chance = run.chance.given(problem, self._place, matched=not inverted)
+            if not inverted:
+                run.looked = (*run.looked, Looked(name, element.key if known is None else known, element))
             run._found(element, result, inverted=inverted)
             outcomes.append(run)
         if why and not outcomes and held.is_filled_by_packets:
             run = self._copy()
-            run.chance = run.chance.given(f"{why} {self._where}", matched=not inverted)
+            run.chance = run.chance.given(why, self._place, matched=not inverted)
             if result is not None:
                 run._store_unknown(result, why)
             run._found(None, None, inverted=inverted)
@@ -681,7 +718,7 @@ class _Run:
             if outcomes:
                 problem = why or next(
                     f"{limit} in set {name}" for each in candidates for limit in _limits(each))
-                run.chance = run.chance.given(f"{problem} {self._where}", matched=inverted)
+                run.chance = run.chance.given(problem, self._place, matched=inverted)
             if not inverted:
                 run.verdict = Verdict(NFT_BREAK)
             outcomes.append(run)
@@ -690,8 +727,8 @@ class _Run:
         return others
 
     def _become(self, other: "_Run") -> None:
-        self.seen, self.chance, self.verdict, self._words = (
-            other.seen, other.chance, other.verdict, other._words)
+        self.seen, self.chance, self.verdict, self.looked, self._words = (
+            other.seen, other.chance, other.verdict, other.looked, other._words)
 
     def _found(self, element: Element | None, result: bytes | None, *, inverted: bool) -> None:
         if inverted:
@@ -985,7 +1022,7 @@ def parse_held_set(found: Attributes, elements: Elements) -> HeldSet:
     is_interval = bool(flags & _INTERVAL)
     return HeldSet(
         _u32(found.get(5, b"")), is_interval, tuple(sizes) if is_interval else (), elements,
-        bool(flags & _EVAL), _u32(found.get(15, b"")))
+        bool(flags & _EVAL), _u32(found.get(15, b"")), types_of_number(_u32(found.get(4, b""))))
 
 
 HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Met, Ran, Ruleset, run
+from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Looked, Met, Ran, Ruleset, run
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -356,7 +356,7 @@ class Way:
         elif code & 0xFF == NF_ACCEPT and code > 0:
             accepted.append(branch)
         elif code & 0xFF == NF_QUEUE and code > 0:
-            answers = [branch._replace(chance=branch.chance.given(f"queue {place.text}", matched=is_kept))
+            answers = [branch._replace(chance=branch.chance.given("queue", place, matched=is_kept))
                        for is_kept in (True, False)]
             self._end(Fate.QUEUED, base.hook, place, ran.packets, answers[0])
             accepted.append(answers[1])
@@ -465,9 +465,16 @@ def _met_by_either(one: tuple[Met, ...], other: tuple[Met, ...]) -> tuple[Met, .
         return one
     same = next((at for at, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours), min(
         len(one), len(other)))
-    rest = [Counter(met.place for met in each[same:]) for each in (one, other)]
-    certain = [Counter(met.place for met in each[same:] if met.is_certain) for each in (one, other)]
+    rest = [_counted(each[same:]) for each in (one, other)]
+    certain = [_counted(met for met in each[same:] if met.is_certain) for each in (one, other)]
     both = certain[0] & certain[1]
+    looked: dict[tuple[Place, bool], dict[Looked, None]] = {}
+    for met in (*one[same:], *other[same:]):
+        looked.setdefault((met.place, met.misses), {}).update(dict.fromkeys(met.looked))
     return (*one[:same], *(
-        Met(place, number < both[place])
-        for place, count in (rest[0] | rest[1]).items() for number in range(count)))
+        Met(key[0], number < both[key], tuple(looked[key]))
+        for key, count in (rest[0] | rest[1]).items() for number in range(count)))
+
+
+def _counted(met: Iterable[Met]) -> Counter[tuple[Place, bool]]:
+    return Counter((each.place, each.misses) for each in met)

@@ -299,8 +299,8 @@ def compare(judge: Judge, probes: Sequence[Probe]) -> Comparison:
         refused += all(end.fate is Fate.REJECTED for end in ends)
         may_be_refused += any(end.fate is Fate.REJECTED for end in ends)
         counted = [
-            (Counter(_rule(met.place) for met in end.branch.met if met.is_certain),
-             Counter(_rule(met.place) for met in end.branch.met)) for end in ends]
+            (Counter(_rule(met.place) for met in end.branch.met if met.is_certain and not met.misses),
+             Counter(_rule(met.place) for met in end.branch.met if not met.misses)) for end in ends]
         if counted:
             smallest, largest = counted[0]
             for low, high in counted[1:]:
