@@ -173,6 +173,7 @@ class Looked(NamedTuple):
 
     container: str
     key: bytes
+    """b"" if it is not known."""
     element: Element | None
     """None: it holds none for the key."""
 
@@ -301,6 +302,7 @@ class Ran(NamedTuple):
     branch: Branch
     rejects: bool
     packets: int | None
+    looked: tuple[Looked, ...]
 
 
 class _NotKnown(Exception):
@@ -321,7 +323,7 @@ def run(
             open_ += [(at, other) for other in reversed(others)]
         met = branch.met if run.verdict.code == NFT_BREAK and not run.misses else (
             *branch.met, Met(place, True, run.looked))
-        yield run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)
+        yield run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets, run.looked)
 
 
 class _Run:
@@ -690,6 +692,7 @@ class _Run:
             candidates, may_miss = ([], True) if one is None else ([one], False)
             why = f"set {name}, which packets fill" if held.is_filled_by_packets else ""
         else:
+            self.looked = (*self.looked, Looked(name, b"", None))
             candidates, may_miss = held.candidates(value)
             why = f"{_why(value)}, looked up in set {name}"
         if why:
@@ -1005,6 +1008,12 @@ def _word(register: bytes, size: int) -> int:
     if size > _REGISTERS:
         raise ValueError(f"no register has {size} bytes")
     return number - 8 if number >= 8 else (number - 1) * 4
+
+
+def register_words(register: bytes, size: int) -> range:
+    """Return the words that *size* bytes from a register on take."""
+    first = _word(register, size)
+    return range(first, first + -(-size // 4))
 
 
 # Parsing.

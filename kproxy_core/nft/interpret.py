@@ -98,6 +98,10 @@ class End(NamedTuple):
 class Result(NamedTuple):
     ends: tuple[End, ...]
     """In the order of the rules. They exclude each other."""
+    looked: tuple[Looked, ...]
+    """The keys that rules have looked up, whether they apply or not."""
+    rules: frozenset[Place]
+    """Those that the packet meets, whether they apply or not."""
     unread: tuple[BaseChain, ...]
     """Chains that the packet may meet and that are not followed."""
 
@@ -110,7 +114,7 @@ def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
     way = Way(ruleset, node)
     way.run(Branch(seen, CERTAIN))
     family = seen.packet.family.ip
-    return Result(way.ends, tuple(
+    return Result(way.ends, tuple(way.looked), frozenset(way.rules), tuple(
         each for each in ruleset.base_chains() if each.family in ("netdev", "bridge") or (
             each.family in ("inet", family) and each.hook not in HOOKS)))
 
@@ -148,6 +152,10 @@ class Way:
         self._follows_jump = follows_jump
         self._translate: Callable[[Seen], Seen] = lambda seen: seen
         self._met = 0
+        self.looked: dict[Looked, None] = {}
+        """The keys that rules have looked up, in their order."""
+        self.rules: set[Place] = set()
+        """The rules that packets have met."""
 
     @property
     def ends(self) -> tuple[End, ...]:
@@ -317,11 +325,13 @@ class Way:
             place = Place(base.family, base.table, name, number, rule.handle)
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}
+            self.rules.add(place)
             for branch in current:
                 self._met += 1
                 if self._met > _MOST_RULES:
                     return self._give_up(base, branch)
                 for verdict, ran in run(self.ruleset, self.node, base, place, rule.expressions, branch):
+                    self.looked.update(dict.fromkeys(ran.looked))
                     self._apply(base, place, verdict, ran, onwards, behind, accepted, leads)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):

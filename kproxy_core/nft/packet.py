@@ -105,6 +105,8 @@ class Packet(NamedTuple):
 
     def load(self, base: int, offset: int, size: int) -> Bytes:
         """Return bytes from a header on: 1 of the network's, 2 of the transport's (NFT_PAYLOAD_*)."""
+        if base == 1 and offset + size <= len(self.network):  # Most loads.
+            return self.network[offset : offset + size]
         data = {1: self.network + self.transport, 2: self.transport}.get(base, ())
         found = data[offset : offset + size]
         return found + (_BEHIND.get(base, "payload"),) * (size - len(found))
