@@ -203,8 +203,6 @@ class TableRuleset:
         self._table = table
         self._ruleset = ruleset
         self._remembers = remembers
-        self.filled: set[str] = set()
-        """The sets that packets fill, as far as one was met."""
 
     def base_chains(self) -> list[BaseChain]:
         return [each for each in self._ruleset.base_chains() if each.table == self._table]
@@ -216,7 +214,6 @@ class TableRuleset:
         held = self._ruleset.held_set(family, table, name)
         if held is None or not held.is_filled_by_packets:
             return held
-        self.filled.add(name)
         known = held.elements if self._remembers else Elements(list)
         return held._replace(is_filled_by_packets=False, elements=known)
 
