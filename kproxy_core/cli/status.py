@@ -64,8 +64,8 @@ def command(doctor: bool, output: str) -> int:
 
     Wrong is what keeps Services from being served as their objects say: changes that are not programmed,
     objects with mistakes, endpoints of Forwards that fail their checks, ports that cannot be opened, and of
-    what `kproxy doctor` finds, firewalls, other service proxies and a node that forwards nothing. Exit
-    status: 0 if nothing is wrong, else 1, also without a proxy.
+    what `kproxy doctor` finds, firewalls, translations of other programs, other service proxies and a node
+    that forwards nothing. Exit status: 0 if nothing is wrong, else 1, also without a proxy.
     """
     with cli_errors():
         found = dict(send_request(Status()))

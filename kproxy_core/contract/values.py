@@ -187,8 +187,7 @@ class SyncReport(Struct, frozen=True):
     `Update.changed` again."""
     unfinished: frozenset[ServicePortKey] = frozenset()
     """Service ports of which only a part is written, so that others need not wait. They are served meanwhile.
-    After the changes of others they are in `Update.changed` again, even if they are as before. None after a
-    full sync."""
+    After the changes of others they are in `Update.changed` again, even if they are as before."""
     degraded: str = ""
     """Why another mechanism serves instead of this mode's, such as the rules of its base; "": none does.
     ``/healthz`` shows it, and a sync is made again after a growing delay. A switch to the mode fails."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kproxy_core.config.file import ConfigError
 from kproxy_core.contract.calls import BackendInstance
@@ -377,17 +378,26 @@ class ModeSwitch:
         log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
     def _sync(self, instance: BackendInstance, update: Update, *, must_be_whole: bool = False) -> SyncReport:
-        """Sync, and retry a failure: another process may hold a lock, or be late. Raises SyncFailed.
+        """Sync, in all parts, and retry a failure: another process may hold a lock, or be late.
 
-        *must_be_whole*: to serve less than everything is a failure, too.
+        Raises SyncFailed. *must_be_whole*: to serve less than everything is a failure, too.
         """
+        def sync() -> SyncReport:
+            report = instance.sync(update)
+            unfinished = report.unfinished
+            while unfinished:
+                changed = {key: update.plans.get(key) for key in unfinished}
+                rest = replace(update, scope=Scope.CHANGED, changed=changed)
+                unfinished = instance.sync(rest).unfinished
+            return report
+
         for _ in range(_TRIES - 1):
             with suppress(SyncFailed):
-                report = self._loop.call(partial(instance.sync, update))
+                report = self._loop.call(sync)
                 if not must_be_whole or not (report.degraded or report.unserved):
                     return report
             time.sleep(self._pause)  # Not on the loop's thread, which answers requests meanwhile.
-        return self._loop.call(partial(instance.sync, update))
+        return self._loop.call(sync)
 
     def _settle(self, mode: str, reason: Reason) -> None:
         """Delete the journal's entry only if a start chooses *mode*, which serves, and none served before."""

@@ -172,7 +172,7 @@ class FamilySync:
         is_for_giant = self._is_for_backlog and not self.plans.postponed
         started, self._cpu_before = self._clock(), self._cpu()
         self._observers.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
-        for conflict in self.plans.plan(None if scope is Scope.RESYNC else int(is_for_giant)):
+        for conflict in self.plans.plan(int(is_for_giant) if self.is_synced else None):
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
         self._withhold(now, scope)
         self._log_left_out()

@@ -319,13 +319,13 @@ class FamilyPlans:
         self._withheld = {key: self._plan_to_keep(key, left_out) for key in left_out}
 
     def postpone_unfinished(self, keys: Set[ServicePortKey]) -> None:
-        """Have the changes of *keys*, of which the backend has written a part, in a later update, too.
+        """Have *keys*, of which the backend has written a part, in a later update, too.
 
-        Call it before `acknowledge`.
+        After a full sync some may be as before. Call it before `acknowledge`.
         """
-        for key in keys & self._before.keys():
+        for key in keys:
+            self._withheld[key] = self._before.setdefault(key, self.plans.get(key))
             self._postponed[key] = self._size(key)
-            self._withheld[key] = self._before[key]
 
     @property
     def postponed(self) -> Set[ServicePortKey]:

@@ -1,9 +1,9 @@
 """The state that the kernel has acknowledged for one family, and the difference to the wanted state. Pure."""
 
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count, groupby
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -18,7 +18,14 @@ from kproxy_core.contract import (
     format_address,
 )
 from kproxy_ipvs import names
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
+from kproxy_ipvs.batch import (
+    DeleteDestination,
+    DeleteServer,
+    Operation,
+    PutDestination,
+    PutServer,
+    RealServerOperation,
+)
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
     Scheduling,
@@ -45,6 +52,14 @@ class HeldServer(NamedTuple):
     weights: Mapping[Destination, int]
 
 
+MANY = 1_000
+"""Number of real servers beyond which a virtual server is large: the kernel walks them for each operation."""
+FIRST = 100
+"""Number of operations on a large virtual server that every sync writes."""
+
+_OTHER = -1
+"""Stands for any weight that is not wanted."""
+
 Entries = Mapping[SetKind, Mapping[str, int]]
 """The entries of each set, with their marks."""
 
@@ -57,11 +72,35 @@ class Difference(Struct):
     deleted: list[DeleteServer] = field(default_factory=list)
     draining: list[tuple[ServerKey, Destination]] = field(default_factory=list)
     """Real servers without new connections, to be deleted when the last one ends."""
+    large: set[ServerKey] = field(default_factory=set)
+    """Those of the virtual servers that have more than `MANY` real servers, before or afterwards."""
     adds: list[SetEntry] = field(default_factory=list)
     deletes: list[SetEntry] = field(default_factory=list)
     bind: set[Address] = field(default_factory=set)
     unbind: set[Address] = field(default_factory=set)
     wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
+    rest: Sequence[RealServerOperation] = ()
+    """What is left for later syncs."""
+
+    def split(self) -> tuple[list[Operation], list[RealServerOperation]]:
+        """Return those of `servers` that must not wait, and the others, which do, the fewest first."""
+        at_once: list[Operation] = []
+        others: list[list[RealServerOperation]] = []
+        for key, group in groupby(self.servers, key=lambda operation: operation.key):
+            operations = [*group]
+            first = FIRST if key in self.large else len(operations)
+            at_once += operations[:first]
+            others.append([
+                each for each in operations[first:] if isinstance(each, (PutDestination, DeleteDestination))])
+        others.sort(key=len)
+        return at_once, [*chain.from_iterable(others)]
+
+    def leave(self, rest: Sequence[RealServerOperation]) -> None:
+        """Leave *rest*, the last of what may wait, for later syncs."""
+        if rest:
+            left = {(each.key, each.where) for each in rest}
+            self.rest = rest
+            self.draining = [each for each in self.draining if each not in left]
 
     @property
     def operations(self) -> int:
@@ -70,12 +109,13 @@ class Difference(Struct):
 
     @property
     def counts(self) -> dict[str, int]:
-        kinds: dict[str, Collection[object]] = {
-            "servers": self.servers, "deleted_servers": self.deleted, "draining": self.draining,
-            "added_entries": self.adds, "deleted_entries": self.deletes,
-            "added_addresses": self.bind, "deleted_addresses": self.unbind,
-        }  # fmt: skip
-        return {kind: len(objects) for kind, objects in kinds.items() if objects}
+        numbers = {
+            "servers": len(self.servers) - len(self.rest), "deleted_servers": len(self.deleted),
+            "draining": len(self.draining), "added_entries": len(self.adds),
+            "deleted_entries": len(self.deletes), "added_addresses": len(self.bind),
+            "deleted_addresses": len(self.unbind),
+        }
+        return {kind: number for kind, number in numbers.items() if number}
 
 
 class Applied(Struct):
@@ -89,6 +129,8 @@ class Applied(Struct):
     _claims: dict[ServerKey, _Claims] = field(default_factory=dict)
     _elements: Counter[SetEntry] = field(default_factory=Counter)
     _addresses: Counter[Address] = field(default_factory=Counter)
+    _unfinished: dict[ServerKey, HeldServer] = field(default_factory=dict)
+    """Virtual servers that are not as wanted, because a change is written in parts."""
 
     @classmethod
     def after(
@@ -104,6 +146,11 @@ class Applied(Struct):
     @property
     def servers(self) -> dict[ServerKey, VirtualServer]:
         return {key: _owner(claims) for key, claims in self._claims.items()}
+
+    @property
+    def unfinished(self) -> frozenset[ServicePortKey]:
+        """The service ports of virtual servers of which a part is not written yet."""
+        return frozenset(chain.from_iterable(self._claims[key] for key in self._unfinished))
 
     @property
     def elements(self) -> Collection[SetEntry]:
@@ -134,7 +181,7 @@ class Applied(Struct):
             addresses.subtract(old.addresses)
             addresses.update(new.addresses)
         for server, claims in touched.items():
-            held = _held(self._claims.get(server))
+            held = self._unfinished.get(server) or _held(self._claims.get(server))
             compare_server(server, held, _owner(claims) if claims else None, difference)
         difference.adds, deletes = _appeared(self._elements, elements)
         # An entry that gets another mark is overwritten. Deleting it afterwards would delete both.
@@ -148,11 +195,25 @@ class Applied(Struct):
             self._remove(key)
             if new is not _NOTHING:
                 self._put(key, new)
+        self.leave(difference.rest)
+
+    def leave(self, rest: Iterable[RealServerOperation]) -> None:
+        """Note that all is written but *rest*."""
+        for key, group in groupby(rest, key=lambda operation: operation.key):
+            server = _owner(self._claims[key])
+            weights = dict(server.real_servers)
+            for operation in group:
+                if isinstance(operation, PutDestination) and operation.new:
+                    del weights[operation.where]
+                else:
+                    weights[operation.where] = _OTHER
+            self._unfinished[key] = HeldServer(server.scheduling, weights)
 
     def _put(self, key: ServicePortKey, new: Wanted) -> None:
         self._wanted[key] = new
         for server in new.servers:
             self._claims.setdefault(server, {})[key] = new.servers[server]
+            self._unfinished.pop(server, None)
         self._elements.update(new.elements)
         self._addresses.update(new.addresses)
 
@@ -160,6 +221,7 @@ class Applied(Struct):
         old = self._wanted.pop(key, _NOTHING)
         for server in old.servers:
             del self._claims[server][key]
+            self._unfinished.pop(server, None)
             if not self._claims[server]:
                 del self._claims[server]
         _release(self._elements, old.elements)
@@ -256,6 +318,8 @@ def compare_server(
         difference.servers.append(PutServer(key, want.scheduling, new=held is None))
     weights = {} if held is None else held.weights
     real_servers = want.real_servers
+    if max(len(weights), len(real_servers)) > MANY:
+        difference.large.add(key)
     for where, wanted_weight in real_servers.items():
         weight = weights.get(where)
         if weight != wanted_weight:

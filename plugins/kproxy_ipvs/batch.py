@@ -2,7 +2,7 @@
 
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from kproxy_core.netlink.messages import (
     text,
     text_attribute,
 )
-from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
+from kproxy_ipvs.names import FILTER, MANGLE, NAT, REPLACEMENT, SetKind
 from kproxy_ipvs.skeleton import JUMPS
 from kproxy_ipvs.wanted import Scheduling, ServerKey, SetEntry
 from kproxy_xtables.rules import Jump, RulesByChain, append_commands, missing_jumps
@@ -104,7 +104,8 @@ class DeleteServer(NamedTuple):
     key: ServerKey
 
 
-Operation = PutServer | PutDestination | DeleteDestination | DeleteServer
+RealServerOperation = PutDestination | DeleteDestination
+Operation = PutServer | RealServerOperation | DeleteServer
 
 
 class RealServer(NamedTuple):
@@ -230,7 +231,9 @@ LIST_SET = _SUBSYSTEM | 7
 _DESTROY_SET = _SUBSYSTEM | 3
 _ADD, _DELETE = _SUBSYSTEM | 9, _SUBSYSTEM | 10
 
-_PROTOCOL, _NAME, _DATA, _ENTRIES, _LINE = 1, 2, 7, 8, 9
+_PROTOCOL, _NAME, _OPTIONS, _DATA, _ENTRIES, _LINE, _LIMIT = 1, 2, 6, 7, 8, 9, 19
+_HEADER_ONLY = (4).to_bytes(4, "big")
+"""IPSET_FLAG_LIST_HEADER of linux/netfilter/ipset/ip_set.h."""
 _IP, _PORT, _NUMBER, _IP2, _LENGTH2, _MARK = 1, 4, 7, 20, 21, 27
 _ADDRESS = {Family.IPV4: 1, Family.IPV6: 2}
 
@@ -257,6 +260,24 @@ def batches(
 def list_set(family: Family, kind: SetKind) -> bytes:
     """Encode the payload of the dump request for one set."""
     return _named_set(kind.full_name(family), family)
+
+
+def list_header(family: Family, kind: SetKind) -> bytes:
+    """Return the payload of the dump request for the properties of one set."""
+    return list_set(family, kind) + attribute(_OPTIONS | NLA_F_NET_BYTEORDER, _HEADER_ONLY)
+
+
+def decode_limit(answers: Iterable[Span]) -> int:
+    """Return the most entries that a set may have, from the *answers* to `list_header`; 0: no such limit.
+
+    Raises Malformed.
+    """
+    limit = 0
+    with decoding("the properties of an ipset"):
+        for data, start, end in answers:
+            found = attributes(data, start + NFGENMSG.size, end)
+            limit = int.from_bytes(attributes(found[_DATA], 0, len(found[_DATA])).get(_LIMIT, b""), "big")
+    return limit
 
 
 def destroy_set(name: str) -> NetlinkRequest:
@@ -288,6 +309,14 @@ def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[SetEntry
         option = f" skbmark {mark:#x}" if mark else ""
         lines.append(f"add {kind.full_name(family)} {entry}{option}\n")
     return "".join(lines)
+
+
+def replace_set(family: Family, kind: SetKind, entries: Mapping[str, int]) -> str:
+    """Return the input of ``ipset restore`` that creates a set again while rules use it, with *entries*."""
+    new = kind._replace(name=REPLACEMENT.name)
+    elements = [SetEntry(new, entry, mark) for entry, mark in entries.items()]
+    names = f"{new.full_name(family)} {kind.full_name(family)}"
+    return f"{render(family, [new], elements)}swap {names}\ndestroy {new.full_name(family)}\n"
 
 
 def _named_set(name: str, family: Family = Family.IPV4) -> bytes:

@@ -121,7 +121,8 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
     # The device's addresses and the sets' marks identify this mode's virtual servers: the next clean-up needs
     # them while any of those exist.
     if not servers.errors:
-        kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
+        of_both = (*names.SETS, *names.OLDER_SETS, names.REPLACEMENT)
+        kinds = _SETS_NEVER_KUBE_PROXYS if own_only else of_both
         found += () if own_only else [_attempt(lambda: _device(dry_run))]
         found += [_attempt(lambda: _sets(kinds, dry_run))] if entries else ()
     found.append(clean_up_counts(_MODE, dry_run=dry_run, ipvs=True))

@@ -1,7 +1,9 @@
 """Kernel state of one IP family, and the steps that bring it to the plans."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -31,6 +33,16 @@ from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.ipvs")
 
+_PART_SECONDS = 0.1
+"""CPU seconds in which a sync writes real servers of virtual servers with many, the rest is for later syncs.
+
+For each new real server the kernel walks those of its virtual server, and all that were deleted in the last
+minutes (ip_vs_lookup_dest and ip_vs_trash_get_dest, net/netfilter/ipvs/ip_vs_ctl.c): 65,536 take half a
+minute.
+"""
+_STEP = 100
+"""Number of operations after which that time is looked at."""
+
 
 class FamilyState:
     """Virtual servers, sets, addresses and rules of one family."""
@@ -40,7 +52,7 @@ class FamilyState:
         self._settings = settings
         self._servers = servers
         self._tables = tables
-        self._draining = Draining(servers.delete_drained)
+        self._draining = Draining(servers)
         self._applied = Applied()
         self._node: NodeView | None = None
         """Node of the last acknowledged sync; None: the next sync must be a resync."""
@@ -51,6 +63,8 @@ class FamilyState:
         """The schedulers that only some Services need, and whether the kernel has them."""
         self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
         """Real servers that the kernel refused, as logged."""
+        self._are_sets_wide = False
+        """The sets have room for `names.MOST_ENTRIES`."""
         self.restore_failures = 0
 
     def expects(self, address: Address) -> bool:
@@ -84,7 +98,8 @@ class FamilyState:
         self._applied.acknowledge(difference)
         self._node, self._pending = node, None
         self._unusable |= unusable
-        return SyncReport(difference.operations - len(unusable), difference.counts)
+        return SyncReport(
+            difference.operations - len(unusable), difference.counts, unfinished=self._applied.unfinished)
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
         """Reconcile with *plans* from a fresh read of the kernel. Raises HostError."""
@@ -93,6 +108,9 @@ class FamilyState:
         entries = sets.read(self.family)
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
+        if not self._are_sets_wide:
+            sets.widen(self.family, entries)
+            self._are_sets_wide = True
         on_device, elsewhere = device.read(self.family)
         self._try_schedulers(plans.values())
         style = make_style(node, self._settings.scheduler, elsewhere, self._missing)
@@ -107,11 +125,12 @@ class FamilyState:
             text = rules_difference(chains, skeleton(node))
             takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)
+        expected.leave(difference.rest)
         self._applied, self._style = expected, style
         self._node, self._pending = node, None
         operations = difference.operations - len(self._unusable) + len(missing) + created_device
         operations += text.count("\n-") + text.count("\n:")
-        return SyncReport(operations, difference.counts)
+        return SyncReport(operations, difference.counts, unfinished=expected.unfinished)
 
     def close(self) -> None:
         self._draining.close()
@@ -138,6 +157,8 @@ class FamilyState:
     ) -> frozenset[tuple[ServerKey, Destination]]:
         """Write *difference*: objects before what refers to them, deletions in the reverse order.
 
+        What takes long is left in `Difference.rest`.
+
         The rules decide about masquerading, so they precede new virtual servers. In a *takeover* the rules
         end the other mode, so they follow all additions, and are written only if those succeeded.
 
@@ -155,13 +176,23 @@ class FamilyState:
             return True
 
         unusable: list[PutDestination] = []
+
+        def write_servers(operations: Sequence[Operation]) -> None:
+            unusable.extend(self._servers.write([self._revived(operation) for operation in operations]))
+
         self._pending = difference
         with self._draining.lock:
-            operations = [self._revived(operation) for operation in difference.servers]
+            at_once, others = difference.split()
             attempt(lambda: sets.write(self.family, difference.adds))
             if rules_text and not takeover:
                 attempt(lambda: self._restore(rules_text))
-            attempt(lambda: unusable.extend(self._servers.write(operations)))
+            attempt(partial(write_servers, at_once))
+            started, done = time.thread_time(), 0
+            while done < len(others) and time.thread_time() < started + _PART_SECONDS:
+                part = others[done : done + _STEP]
+                attempt(partial(write_servers, part))
+                done += len(part)
+            difference.leave(others[done:])
             attempt(lambda: device.bind(difference.bind, self.family))
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))
@@ -170,7 +201,7 @@ class FamilyState:
             if attempt(lambda: self._servers.write(difference.deleted)):
                 attempt(lambda: device.unbind(difference.unbind, self.family))
                 attempt(lambda: sets.write(self.family, (), difference.deletes))
-            attempt(lambda: self._draining.add(set(difference.draining)))
+            attempt(lambda: self._draining.add(set(difference.draining), later=difference.large))
         for one in unusable:
             if (one.key, one.where) not in self._unusable:
                 log.error("the kernel refuses a real server", extra={"fields": {

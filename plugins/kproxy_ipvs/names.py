@@ -25,6 +25,10 @@ SOURCE_RANGES = "KUBE-SOURCE-RANGES-FIREWALL"
 SHORT_CIRCUITS = "KUBE-IPVS-SHORT-CIRCUIT"
 
 
+MOST_ENTRIES = 1 << 24
+"""Limit for the entries of a set. kube-proxy's 65,536 are fewer than what Services may have."""
+
+
 class SetKind(NamedTuple):
     """An ipset that exists once per family."""
 
@@ -48,7 +52,8 @@ class SetKind(NamedTuple):
             return f"{self.full_name(family)} {self.type} range 0-65535"
         inet = "inet" if family is Family.IPV4 else "inet6"
         marks = " skbinfo" if self.marks else ""
-        return f"{self.full_name(family)} {self.type} family {inet} hashsize 1024 maxelem 65536{marks}"
+        return (f"{self.full_name(family)} {self.type} family {inet} hashsize 1024 maxelem {MOST_ENTRIES}"
+                f"{marks}")
 
 
 _IP_PORT, _PORT = "hash:ip,port", "bitmap:port"
@@ -87,6 +92,9 @@ OLDER_SETS = (
     SetKind("NODE-PORT-LOCAL-SCTP", _PORT),
 )
 """Sets of kube-proxy up to 1.9 (the first) and up to 1.14."""
+
+REPLACEMENT = SetKind("REPLACEMENT", _IP_PORT)
+"""A set of any type that is about to replace another one."""
 
 _MARK_PREFIX = 0x6B000000
 _MARK_BITS = 0x00FFFFFF

@@ -29,7 +29,6 @@ from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import Redirect, RelayName, Wanted, wanted
-from kproxy_xtables.rules import MANY_DELETIONS
 
 log = logging.getLogger("kproxy.userspace")
 
@@ -208,8 +207,14 @@ class FamilyState:
         portals = dict.fromkeys(changed, frozenset[Redirect]())
         for relay in opened:
             portals[relay.name.key] |= frozenset(self._reserved_portals(relay, node, unserved))
+        unfinished = frozenset[ServicePortKey]()
         with self._writing:
-            operations += self._rewrite(portals) if is_resync else self._change(portals)
+            if is_resync:
+                operations += self._rewrite(portals)
+            else:
+                every, portals = portals, self._applied.part(portals)
+                unfinished = frozenset(key for key in portals if portals[key] != every[key])
+                operations += self._change(portals)
             self._applied.acknowledge(portals)
         if self._listen is None:
             operations += self._close_relays(surplus)
@@ -217,7 +222,8 @@ class FamilyState:
             if relay.number in failures:  # The next sync of the other family reports its own.
                 unserved[relay.name.key] = f"a relay does not serve it: {failures[relay.number]}"
         self.unserved = unserved
-        return SyncReport(operations, unserved=dict(unserved), degraded=self._workers.problem)
+        return SyncReport(
+            operations, unserved=dict(unserved), unfinished=unfinished, degraded=self._workers.problem)
 
     def _relay(self, name: RelayName, want: Wanted) -> Relay:
         """Return a wanted relay with its port, which is bound if necessary. Raises NoPort."""
@@ -270,10 +276,7 @@ class FamilyState:
         deletes, adds = self._applied.difference(portals)
         if deletes or adds:
             try:
-                if len(deletes) > MANY_DELETIONS:
-                    self._portals.rewrite(self._applied.portals_after(portals))
-                else:
-                    self._portals.change(deletes, adds)
+                self._portals.change(deletes, adds, lambda: self._applied.portals_after(portals))
             except HostError as error:
                 raise TrustLost(str(error)) from error
         return len(deletes) + len(adds)

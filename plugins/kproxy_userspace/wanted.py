@@ -119,10 +119,10 @@ def _endpoints(destinations: Sequence[Destination]) -> tuple[Endpoint, ...]:
 
 
 def _by_frontend(portals: Sequence[Portal]) -> dict[Frontend, tuple[Portal, ...]]:
-    found: dict[Frontend, tuple[Portal, ...]] = {}
+    found: dict[Frontend, list[Portal]] = {}
     for portal in portals:
-        found[portal.frontend] = (*found.get(portal.frontend, ()), portal)
-    return found
+        found.setdefault(portal.frontend, []).append(portal)
+    return {frontend: tuple(of) for frontend, of in found.items()}
 
 
 def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:

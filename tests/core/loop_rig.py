@@ -59,7 +59,7 @@ class RecordingBackend(Backend):
         """Raises for what cannot be programmed."""
         self.unserved: dict[ServicePortKey, str] = {}
         self.unfinished: frozenset[ServicePortKey] = frozenset()
-        """Reported by each sync of changes that has one of them."""
+        """Reported by each sync that has one of them."""
         self.degraded = ""
         self.damaged: Damage | None = None
         self.watches = True
@@ -90,10 +90,11 @@ class RecordingBackend(Backend):
             else:
                 held[key] = plan
         self.nodes[update.family] = update.node
+        told = update.plans if update.scope is Scope.RESYNC else update.changed
         operations = len(update.changed) if self.operations is None else self.operations
         return SyncReport(
             operations=operations, unserved=dict(self.unserved), degraded=self.degraded,
-            unfinished=self.unfinished & update.changed.keys())
+            unfinished=self.unfinished & told.keys())
 
     def watch(self, damaged: Damage) -> bool:
         assert self.damaged is None, "watched twice"

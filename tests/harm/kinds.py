@@ -164,9 +164,9 @@ OBJECTS = (
          answers=_SERVED, modes=(*_RULES, IPVS)),
     Kind("65,536 endpoints",
          _objects(lambda: service("hostile", HOSTILE, addresses("10.100", 65_536), [1])),
-         answers=_SERVED, modes=(*_RULES, USERSPACE)),
+         answers=_SERVED, modes=(*_RULES, USERSPACE, IPVS)),
     Kind("1,000 source ranges at 1,000 ports",
-         _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED, modes=ON_HOST),
+         _objects(lambda: _source_ranges(1000, _PORTS)), answers=_SERVED),
     Kind("5,000 ServiceCIDRs",
          _objects(lambda: _service_cidrs(5000)), modes=(NFTABLES, IPTABLES)),
     Kind("names of 253 characters",
@@ -243,6 +243,10 @@ def _ipvs_cleared(room: Room, _: Proxy) -> Iterator[None]:
         yield
 
 
+_LOOKS_OFTEN = {"ipvs": {"syncPeriod": "1s"}}
+"""In mode ipvs, only full syncs find changes of rules."""
+_REPAIRED = "repaired foreign changes|full sync found differences"
+
 NEIGHBOURS = (
     Kind("catch-all elements", _nft(
         "add element ip kproxy vips { * : drop }\nadd element ip kproxy cluster-ips { * }\n"),
@@ -257,9 +261,9 @@ NEIGHBOURS = (
         modes=_RULES, own_tables="never", cuts_new=True, log="repaired foreign changes"),
     Kind("a rule that iptables cannot read", _nft(
         "add rule ip nat KUBE-SERVICES ip saddr . tcp dport { 192.0.2.77 . 7 } drop\n"),
-        modes=(IPTABLES,), log="repaired foreign changes"),
+        modes=(IPTABLES, IPVS), options=_LOOKS_OFTEN, log=_REPAIRED),
     Kind("nft flush ruleset every 0.2 s", _nft("flush ruleset\n", again=0.2),
-         modes=ON_HOST, own_tables="never", cuts_new=True, cuts_open=True, log="repaired foreign changes"),
+         own_tables="never", options=_LOOKS_OFTEN, cuts_new=True, cuts_open=True, log=_REPAIRED),
     Kind("rules, virtual servers, ipset entries and kube-ipvs0 deleted every 2 s", _ipvs_cleared,
          modes=(IPVS,), cuts_new=True, cuts_open=True, log="repaired foreign changes"),
     Kind("odd netlink messages", _odd_messages),
@@ -351,10 +355,10 @@ KERNEL = (
     Kind("one in 50 netlink calls fails with ENOBUFS", _begun, under=hostile("netlink", "ENOBUFS"),
          log="No buffer space available", modes=(*_RULES, IPTABLES)),
     Kind("one in 50 netlink calls fails with EINTR", _begun, under=hostile("netlink", "EINTR"),
-         log="Interrupted system call|rules changed during every attempt", modes=(*_RULES, IPTABLES)),
+         log="Interrupted system call|rules changed during every attempt", modes=(*_RULES, IPTABLES, IPVS)),
     Kind("stopped and continued 50 times a second (EINTR)", _interrupted),
     Kind("the wall clock jumps by a million seconds", _nothing, under=hostile("clock", "1000000"),
-         modes=(*_RULES, USERSPACE)),
+         modes=(*_RULES, USERSPACE, IPVS)),
     Kind("monotonic clocks ahead by a million seconds", _nothing,
          under=("unshare", "--time", "--monotonic", "1000000", "--boottime", "1000000"), modes=_RULES),
     Kind("seccomp refuses pidfd_open", _nothing, under=hostile("refused", "pidfd_open"), modes=(NFTABLES,)),

@@ -4,7 +4,7 @@ import errno
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Self
 
@@ -30,6 +30,8 @@ log = logging.getLogger("kproxy.ipvs")
 
 _PERIOD = 10.0
 """Interval in seconds between checks while real servers are draining."""
+_DELETED_AT_ONCE, _BREAK = 100, 0.005
+"""Number of real servers that the thread deletes at once, and seconds between, when a sync takes the lock."""
 
 _CONTROLLER = 0x10
 _GET_FAMILY = 3
@@ -58,38 +60,44 @@ class Draining:
     found in the kernel.
     """
 
-    def __init__(self, delete_drained: Callable[[RealServers], RealServers]) -> None:
-        """*delete_drained* deletes real servers without connections and returns the others.
-
-        It may raise HostError.
-        """
-        self._delete_drained = delete_drained
+    def __init__(self, servers: "VirtualServers") -> None:
         self.lock = threading.RLock()
         """To be held for changes of real servers, so that none is deleted that was just added again, and for
         all methods but `close`."""
-        self._servers: set[tuple[ServerKey, Destination]] = set()
+        self._kernel = servers
+        self._servers: dict[tuple[ServerKey, Destination], int] = {}
+        """With numbers that differ each time a real server begins to drain."""
+        self._number = 0
+        self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, servers: RealServers) -> None:
+    def add(self, servers: RealServers, later: Collection[ServerKey]) -> None:
         """Delete the *servers* without connections, and the others later. Their weight is 0 already.
 
-        Raises HostError.
+        The thread begins with those of the virtual servers *later*, whose real servers the kernel takes long
+        to list. Raises HostError.
         """
-        self._servers |= self._delete_drained(servers)
+        for_thread = {server for server in servers if server[0] in later}
+        self._number += 1
+        self._servers |= dict.fromkeys(for_thread, self._number)
+        if for_thread:
+            self._wake.set()
+        drained, left = find_drained(self._kernel, servers - for_thread)
+        self._servers |= dict.fromkeys(left, self._number)
         if self._servers and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ipvs-draining", daemon=True)
             self._thread.start()
+        self._kernel.write(drained)
 
     def forget(self, key: ServerKey, where: Destination) -> bool:
         """Stop draining a real server. Return False if it was not draining."""
-        was_draining = (key, where) in self._servers
-        self._servers.discard((key, where))
-        return was_draining
+        return self._servers.pop((key, where), None) is not None
 
     def forget_all_of(self, keys: Collection[ServerKey]) -> None:
         """Forget the real servers of deleted virtual servers."""
-        self._servers = {server for server in self._servers if server[0] not in keys}
+        if keys:
+            self._servers = {server: at for server, at in self._servers.items() if server[0] not in keys}
 
     def clear(self) -> None:
         self._servers.clear()
@@ -97,18 +105,65 @@ class Draining:
     def close(self) -> None:
         """Stop the thread. Draining real servers keep weight 0."""
         self._closed.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(_PERIOD):
-            with self.lock:
-                if not self._servers:
-                    continue
-                try:
-                    self._servers = set(self._delete_drained(self._servers))
-                except HostError as error:
-                    log.debug("could not delete drained real servers: %s", error)
+        while True:
+            self._wake.wait(_PERIOD)
+            self._wake.clear()
+            if self._closed.is_set():
+                return
+            try:
+                self._delete_drained()
+            except HostError as error:
+                log.debug("could not delete drained real servers: %s", error)
+
+    def _delete_drained(self) -> None:
+        """Delete the real servers without connections. Holds the lock for moments only. Raises HostError."""
+        with self.lock:
+            known = dict(self._servers)
+        if not known:
+            return
+        with VirtualServers() as kernel:
+            drained, left = find_drained(kernel, known.keys())
+            gone = known.keys() - left - {(each.key, each.where) for each in drained}
+            for at in range(0, len(drained), _DELETED_AT_ONCE):
+                with self.lock:
+                    ended = [
+                        each for each in drained[at : at + _DELETED_AT_ONCE]
+                        if self._servers.get(server := (each.key, each.where)) == known[server]
+                    ]
+                    for each in ended:
+                        del self._servers[each.key, each.where]
+                    kernel.write(ended)
+                if self._closed.wait(_BREAK):
+                    return
+        with self.lock:
+            for server in gone:
+                if self._servers.get(server) == known[server]:
+                    del self._servers[server]
+
+
+def find_drained(
+    kernel: "VirtualServers", draining: RealServers
+) -> tuple[list[DeleteDestination], set[tuple[ServerKey, Destination]]]:
+    """Return deletions of *draining* real servers without connections, and those that have some.
+
+    Raises HostError.
+    """
+    drained: list[DeleteDestination] = []
+    left: set[tuple[ServerKey, Destination]] = set()
+    for key in {key for key, _ in draining}:
+        for item in kernel.destinations(key):
+            if (key, item.where) not in draining or item.weight:
+                continue
+            if item.connections:
+                left.add((key, item.where))
+            else:
+                drained.append(DeleteDestination(key, item.where))
+    return drained, left
 
 
 class VirtualServers:
@@ -178,25 +233,6 @@ class VirtualServers:
                 raise HostError(_describe(operation), refusal.error)
             unusable.append(operation)
         return unusable
-
-    def delete_drained(self, draining: RealServers) -> RealServers:
-        """Delete those of the *draining* real servers that have no connections; return the others.
-
-        Raises HostError.
-        """
-        drained: list[Operation] = []
-        left: set[tuple[ServerKey, Destination]] = set()
-        with self._lock:
-            for key in {key for key, _ in draining}:
-                for item in self.destinations(key):
-                    if (key, item.where) not in draining or item.weight:
-                        continue
-                    if item.connections:
-                        left.add((key, item.where))
-                    else:
-                        drained.append(DeleteDestination(key, item.where))
-            self.write(drained)
-        return left
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
         """Set the timeouts of connections in seconds; 0 keeps the kernel's value. Raises HostError."""

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kproxy_core.contract import Family, HostError
 from kproxy_core.linux import programs
@@ -10,7 +10,7 @@ from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, NetlinkRequest
 from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
 from kproxy_ipvs import batch as messages
-from kproxy_ipvs.names import SETS, SetKind
+from kproxy_ipvs.names import MOST_ENTRIES, REPLACEMENT, SETS, SetKind
 from kproxy_ipvs.wanted import SetEntry
 
 _OWN_ERRORS = 4096
@@ -47,6 +47,24 @@ def create(family: Family, kinds: Iterable[SetKind]) -> None:
     text = messages.render(family, kinds)
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
+
+
+def widen(family: Family, held: Mapping[SetKind, Mapping[str, int]]) -> None:
+    """Replace those of the *held* sets that have room for fewer entries than `create` gives them.
+
+    kube-proxy creates such sets, and so did this mode. Rules find the same entries all the time. Raises
+    HostError.
+    """
+    with doing("read ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        small = [
+            kind for kind in held
+            if 0 < sock.dump(messages.LIST_SET, messages.list_header(family, kind), messages.decode_limit)
+            < MOST_ENTRIES
+        ]  # fmt: skip
+    if small:
+        destroy([REPLACEMENT.full_name(family)])  # Of an earlier process that was killed meanwhile.
+        text = "".join(messages.replace_set(family, kind, held[kind]) for kind in small)
+        programs.output("ipset", "restore", stdin=text)
 
 
 def write(family: Family, adds: Iterable[SetEntry] = (), deletes: Iterable[SetEntry] = ()) -> None:

@@ -3,7 +3,7 @@
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -25,7 +25,7 @@ from kproxy_userspace.skeleton import JUMPS, nft_layout, nft_maps, nft_table, pl
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.removal import describe, kubernetes_rules
-from kproxy_xtables.rules import ChainKey, missing_jumps
+from kproxy_xtables.rules import MANY_DELETIONS, ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
@@ -79,13 +79,17 @@ def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bo
 
 # Portals.
 
+After = Callable[[], Sequence[Redirect]]
+"""Returns all portals as they are after a change."""
+
+
 class Portals:
     """The portals of one family. This class has none: relays are bound to the ports of Services."""
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         """Replace all portals by *redirects*. Raises HostError."""
 
-    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect], after: After) -> None:
         """Delete some portals and add others. Raises HostError."""
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
@@ -111,8 +115,11 @@ class IptablesPortals(Portals):
         self._tables.wake()
         self._tables.restore(batch.iptables_rewrite(redirects, missing_jumps(JUMPS, self._held())))
 
-    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        self._tables.restore(batch.iptables_change(deletes, adds))
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect], after: After) -> None:
+        if len(deletes) > MANY_DELETIONS:
+            self._tables.restore(batch.iptables_rewrite(after(), ()))
+        else:
+            self._tables.restore(batch.iptables_change(deletes, adds))
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         wanted = Counter(
@@ -182,7 +189,7 @@ class NftPortals(Portals):
             connection.complete(
                 self._table, nft_layout(self._family, self._at), batch.nft_elements(redirects))
 
-    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect], after: After) -> None:
         with self._connected("change") as connection:
             connection.run(batch.nft_change(self._family, deletes, adds))
 

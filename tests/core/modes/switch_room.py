@@ -62,6 +62,8 @@ class Mode:
     """Each sync reports these."""
     degraded: str = ""
     """Each sync reports this."""
+    parts: int = 0
+    """So many of the next syncs leave a part of what they were given."""
     strangers: bool = False
     """kube-proxy left something in the same mode."""
     caveats: tuple[Caveat, ...] = ()
@@ -135,8 +137,11 @@ class InMemory(Backend):
             if plan is None:
                 del mode.rules[key]
         mode.story.append(f"{mode.name} {update.scope.value}")
+        unfinished = frozenset(mode.rules) if mode.parts else frozenset()
+        mode.parts = max(0, mode.parts - 1)
         return SyncReport(
-            int(mode.restless or before != mode.rules), unserved=dict(mode.unserved), degraded=mode.degraded)
+            int(mode.restless or before != mode.rules), unserved=dict(mode.unserved), degraded=mode.degraded,
+            unfinished=unfinished)
 
     def watch(self, damaged: Damage) -> bool:
         self._mode.story.append(f"watch {self._mode.name}")

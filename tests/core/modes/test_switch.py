@@ -43,6 +43,13 @@ def test_the_old_mode_is_removed_once_the_new_one_serves(room: Room) -> None:
     assert room.journal.read() == Entry("old", "old", "new", Phase.SERVING)
 
 
+def test_what_the_new_mode_writes_in_parts_is_whole_before_it_serves(room: Room) -> None:
+    room.new.parts = 2
+    room.to("new")
+    assert room.story[:4] == ["new full", "new partial", "new partial", "new full"]
+    assert "read back: complete" in room.told
+
+
 def test_changes_reach_the_serving_mode(room: Room) -> None:
     room.to("new")
     room.rig.loop.emit([ServiceSet(DNS)])

@@ -6,7 +6,7 @@ import pytest
 
 from kproxy_conformance.builders import endpoint_slice, service, service_name
 from kproxy_core.contract.errors import SyncFailed
-from kproxy_core.contract.values import Update
+from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice
 from kproxy_core.plan import budget
@@ -80,7 +80,20 @@ def test_a_giant_that_ends_is_removed() -> None:
     assert [key.name for key in rig.backend.held[V4]] == ["web"]
 
 
-def test_a_full_sync_has_giants_that_wait() -> None:
+def test_a_full_sync_does_not_have_giants_that_wait() -> None:
+    """A mode that does not notice foreign changes makes one every 30 s."""
+    rig = rig_with_giants(3)
+    rig.loop.emit([SliceSet(giant(n, last=5)) for n in range(3)])
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "flushed")
+    rig.clock.now += 0.1
+    seen = rig.settle()
+    assert [update.scope for update in seen] == [Scope.RESYNC, *[Scope.CHANGED] * 3]
+    assert changed(seen) == [[], ["giant0"], ["giant1"], ["giant2"]]
+    assert rig.backend.held[V4] == rig.loop.plans[V4].plans
+
+
+def test_a_giant_is_served_after_failures() -> None:
     rig = rig_with_giants()
     rig.backend.problems = [SyncFailed("no")] * 3
     rig.loop.emit([SliceSet(giant(last=5)), SliceSet(endpoint_slice("web", "10.1.0.1"))])

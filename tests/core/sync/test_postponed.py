@@ -97,6 +97,26 @@ def test_what_is_unfinished_is_told_again_if_it_is_as_before(new: bool) -> None:
     assert is_settled(rig)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_full_sync_may_leave_a_part_of_one(first: bool) -> None:
+    rig = Rig(families=[V4])
+    web = ServicePortKey("default", "web", "", Protocol.TCP)
+    rig.backend.unfinished = frozenset({web}) if first else frozenset()
+    rig.start(*small("web", 1))
+    if not first:
+        rig.backend.unfinished = frozenset({web})
+        assert rig.backend.damaged is not None
+        rig.backend.damaged(V4, "flushed")
+        rig.clock.now += 0.1
+        assert [update.scope for update in rig.turn()] == [Scope.RESYNC]
+    assert rig.loop.plans[V4].postponed == {web}
+    (update,) = rig.say(*small("other", 2))
+    assert web not in update.changed
+    rig.backend.unfinished = frozenset()
+    assert [update.changed.keys() for update in rig.settle()] == [{web}]
+    assert is_settled(rig)
+
+
 def test_a_full_sync_has_all_of_them() -> None:
     rig = Rig(families=[V4])
     assert sizes(rig.start(*many_ports())) == [PORTS]

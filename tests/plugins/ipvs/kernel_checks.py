@@ -1,9 +1,11 @@
 """The backend on a kernel with IPVS. `test_kernel` runs these tests in a guest of their own."""
 
+import itertools
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +20,11 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.service import Destination
 from kproxy_ipvs import names, skeleton
+from kproxy_ipvs.applied import FIRST
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
 from kproxy_ipvs.cleanup import cleanup
-from kproxy_ipvs.kernel import connections, device, sets
+from kproxy_ipvs.kernel import connections, device, servers, sets
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.retire import retire
 from kproxy_ipvs.settings import SCHEDULERS
@@ -29,6 +32,7 @@ from kproxy_ipvs.wanted import Scheduling, ServerKey
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
+from tests.patience import PATIENCE
 from tests.plugins.explained import agrees, decided, questions_about
 from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
 
@@ -188,6 +192,94 @@ def test_one_endpoint_costs_the_same_beside_many_services(make: Callable[..., Ip
     full(backend, many | web("10.244.2.1"))
     assert change(backend, web("10.244.2.1", "10.244.2.2")) == 1
     assert change(backend, web("10.244.2.2")) == 1
+
+
+MANY_PODS = 1_250
+
+
+def many(family: Family, number: int, **options: object) -> Plans:
+    """Return a Service with *number* endpoints."""
+    prefix, vip = ("10.244", "10.96.0.9") if family is Family.IPV4 else ("fd00:2::", "fd00::9")
+    pods = [f"{prefix}.{2 + at // 250}.{at % 250 + 1}" if family is Family.IPV4 else f"{prefix}{at + 1:x}"
+            for at in range(number)]
+    large = service("large", ip=vip, **options)  # type: ignore[arg-type]
+    return plans(NODES[family], large, endpoint_slice("large", *pods))
+
+
+def in_parts(backend: IpvsBackend, wanted: Plans) -> int:
+    """Sync *wanted* until nothing is left. Return in how many syncs."""
+    node = NODES[next(iter(wanted.values())).family]
+    for number in itertools.count(1):
+        if not (left := backend.sync(changed_update(node, wanted, wanted)).unfinished):
+            return number
+        assert left == wanted.keys()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("family", list(Family))
+@pytest.mark.parametrize("affinity", [0, 600])
+def test_many_endpoints_are_written_in_parts(
+    family: Family, affinity: int, make: Callable[..., IpvsBackend], kernel: VirtualServers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kproxy_ipvs.family._PART_SECONDS", 0.0)
+    backend, node = make(), NODES[family]
+    large = many(family, MANY_PODS, affinity=affinity)
+    backend.sync(full_update(node, {}))
+    assert backend.sync(changed_update(node, large, large)).unfinished == large.keys()
+    (key,) = kernel.read(family)
+    assert 0 < len(kernel.destinations(key)) <= FIRST
+    # The changes of others do not wait, and a restart goes on where the last process ended.
+    others = {each: plan for each, plan in everything(family).items() if plan.port == 81}
+    report = backend.sync(changed_update(node, others, others))
+    assert report.unfinished == large.keys()
+    assert report.operations > 0
+    again = make()
+    assert again.sync(full_update(node, large | others)).unfinished == large.keys()
+    assert FIRST < len(kernel.destinations(key)) <= 2 * FIRST
+    assert in_parts(again, large) > 5
+    assert len(kernel.destinations(key)) == MANY_PODS
+    assert again.sync(full_update(node, large | others)).operations == 0
+    # What another program deletes is repaired in parts, too.
+    kernel.write([DeleteServer(key)])
+    assert again.sync(full_update(node, large | others)).unfinished == large.keys()
+    assert again.sync(changed_update(node, others, list(large))).unfinished == frozenset()
+    assert key not in kernel.read(family)
+    in_parts(again, large)
+    in_parts(again, many(family, 3, affinity=affinity))
+    deadline = time.monotonic() + PATIENCE
+    while len(kernel.destinations(key)) > 3:  # A thread deletes them.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(kernel.destinations(key)) == 3
+
+
+def test_a_draining_endpoint_of_many_that_returns_is_kept(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    large = many(Family.IPV4, MANY_PODS)
+    full(backend, large)
+    in_parts(backend, large)
+    state_of = backend._families[Family.IPV4]
+    reading, returned = threading.Event(), threading.Event()
+    find = servers.find_drained
+
+    def slow(*given: object) -> object:
+        found = find(*given)  # type: ignore[arg-type]
+        if threading.current_thread().name == "ipvs-draining":
+            reading.set()
+            assert returned.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(servers, "find_drained", slow)
+    in_parts(backend, many(Family.IPV4, MANY_PODS - 5))
+    assert reading.wait(PATIENCE)
+    in_parts(backend, large)
+    returned.set()
+    state_of.close()
+    (key,) = kernel.read(Family.IPV4)
+    assert [item.weight for item in kernel.destinations(key)] == [1] * MANY_PODS
 
 
 def test_deleted_service_leaves_no_objects(

@@ -189,9 +189,12 @@ class Kernel:
         self.addresses: set[bytes] = set()
 
     def write(self, difference: Difference) -> None:
+        rest = set(difference.rest)
         for element in difference.adds:
             self.entries.setdefault(element.set, {})[element.entry] = element.mark
         for operation in difference.servers:
+            if operation in rest:
+                continue
             held = self.servers.get(operation.key)
             weights = dict(held.weights) if held else {}
             if isinstance(operation, PutServer):
@@ -251,3 +254,48 @@ def test_acknowledged_changes_add_up_to_the_plans(steps: list[tuple[Changed, boo
     rest = compare(expected, kernel.servers, kernel.entries, kernel.addresses, ())  # type: ignore[arg-type]
     assert rest.counts == {}
     assert (expected.addresses, expected.servers.keys()) == (held.addresses, held.servers.keys())
+
+
+@given(st.lists(st.tuples(st.one_of(SERVICES, st.builds(deleted, st.sampled_from("abc"))), st.integers(0, 3)),
+                max_size=12))
+def test_what_is_written_in_parts_adds_up_to_the_plans(steps: list[tuple[Changed, int]]) -> None:
+    """Of each change, up to three operations that may wait are written; then the rest, one by one."""
+    held, kernel = Applied(), Kernel()
+    current: dict[ServicePortKey, ServicePlan] = {}
+
+    def write(changed: Changed, most: int) -> None:
+        difference = held.difference(changed, STYLE)
+        at_once, others = difference.split()
+        assert sorted(map(repr, [*at_once, *others])) == sorted(map(repr, difference.servers))
+        difference.leave(others[most:])
+        kernel.write(difference)
+        held.acknowledge(difference)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "MANY", 1)
+        patch.setattr(state, "FIRST", 1)
+        for changed, most in steps:
+            write(changed, most)
+            current = {key: plan for key, plan in (current | changed).items() if plan}
+            assert held.unfinished <= current.keys()
+        while held.unfinished:
+            write({key: current[key] for key in held.unfinished}, 1)
+    expected = Applied.after(current, STYLE, held)
+    rest = compare(expected, kernel.servers, kernel.entries, kernel.addresses, ())  # type: ignore[arg-type]
+    assert rest.counts == {}
+    assert expected == held
+
+
+def test_the_rest_of_a_small_virtual_server_is_written_first() -> None:
+    pods = [f"2.{host}" for host in range(1, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "MANY", 3)
+        patch.setattr(state, "FIRST", 2)
+        difference = Applied().difference(
+            {**planned("large", *pods, ip="10.96.0.2"), **planned("small", *pods[:5]),
+             **planned("tiny", *pods[:3], ip="10.96.0.3")}, STYLE)
+        at_once, others = difference.split()
+    number = {"10.96.0.1": 3 + 1, "10.96.0.2": 6 + 1, "10.96.0.3": 0}
+    assert len(at_once) == 2 + 2 + 4
+    assert [str(each.key).partition(":")[0] for each in others] == [
+        ip for ip in ("10.96.0.1", "10.96.0.2") for _ in range(number[ip])]

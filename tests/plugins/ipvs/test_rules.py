@@ -5,11 +5,13 @@ import pytest
 from msgspec.structs import replace
 
 from kproxy_conformance.builders import node_view
+from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.batch import difference as rules_difference
 from kproxy_ipvs.kernel import sets
+from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import SetEntry
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
@@ -85,6 +87,37 @@ def test_entries_are_listed_as_written(family: Family) -> None:
         assert here.inside(action) == set(elements)
         here.inside(lambda: sets.write(family, (), elements))
         assert here.inside(lambda: sets.read(family)) == {kind: {} for kind in names.SETS}
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_a_small_set_that_rules_use_is_replaced_by_a_large_one(family: Family) -> None:
+    v4 = family is Family.IPV4
+    address = "192.0.2.1" if v4 else "2001:db8::1"
+    kept = SetEntry(names.SOURCE_CIDR, f"{address},tcp:80,{address}")
+    marked = SetEntry(names.SHORT_CIRCUIT, f"{address},tcp:80", 0x6B123456)
+    more = [
+        SetEntry(names.CLUSTER_IP, f"{address.removesuffix('1')}{2 + at // 60_000},tcp:{at % 60_000 + 1}")
+        for at in range(70_000)]  # fmt: skip
+    with namespace() as here, pytest.MonkeyPatch.context() as patch:
+        tables = Tables(family, find_variants()[0])
+        patch.setattr(names, "MOST_ENTRIES", 65_536)
+        written(here, tables, node(family, "network"))
+        here.inside(lambda: sets.write(family, [kept, marked]))
+        with pytest.raises(HostError, match="the set is full"):
+            here.inside(lambda: sets.write(family, more))
+        patch.undo()
+
+        def widen() -> dict[SetKind, dict[str, int]]:
+            sets.widen(family, held := sets.read(family))
+            assert sets.read(family) == held
+            return held
+
+        held = here.inside(widen)
+        assert held[names.SHORT_CIRCUIT] == {marked.entry: marked.mark}
+        here.inside(lambda: sets.write(family, more))
+        held = here.inside(lambda: sets.read(family))
+        assert len(held[names.CLUSTER_IP]) == len(more)
+        assert held[names.SOURCE_CIDR] == {kept.entry: 0}
 
 
 def test_set_in_use_is_not_destroyed() -> None:

@@ -2,11 +2,13 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
+from kproxy_userspace import applied as state
 from kproxy_userspace.applied import Applied, Relay, RelayedFlows
 from kproxy_userspace.wanted import Portal, Redirect, RelayName, Wanted
 
@@ -42,6 +44,27 @@ def test_a_kernel_that_applies_the_differences_holds_the_wanted_portals(steps: S
         wanted |= step
         assert applied.portals == {key: redirects for key, redirects in wanted.items() if redirects}
         assert Counter(applied.all_portals()) == kernel == Counter(after)
+
+
+@given(portals, portals)
+def test_many_new_portals_are_added_in_parts(
+    held: dict[ServicePortKey, frozenset[Redirect]], wanted: dict[ServicePortKey, frozenset[Redirect]]
+) -> None:
+    applied = Applied()
+    applied.acknowledge(held)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "MOST_ADDED", 1)
+        for _ in range(len(REDIRECTS) + 1):
+            before = dict(applied.portals)
+            part = applied.part(wanted)
+            deletes, adds = applied.difference(part)
+            assert len(adds) <= len(wanted) or {each.portal for each in deletes} & {
+                each.portal for each in adds}
+            applied.acknowledge(part)
+            for key in wanted:
+                served = {each.portal for each in wanted[key] & before.get(key, frozenset())}
+                assert served <= {each.portal for each in applied.portals.get(key, ())}
+    assert all(applied.portals.get(key, frozenset()) == wanted[key] for key in wanted)
 
 
 def test_relays_that_are_not_wanted_are_surplus_until_closed() -> None:
