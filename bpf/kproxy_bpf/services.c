@@ -68,6 +68,8 @@ BPF_F_TABLE("hash", struct slot, struct endpoint, slots, 131072, NO_PREALLOC);
 /* Endpoints of services with UDP or affinity: what a socket or a client remembers is valid as long as it is here. */
 BPF_F_TABLE("hash", struct member, u64, endpoints, 131072, NO_PREALLOC);
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 4096, NO_PREALLOC);
+/* Of interfaces of the node. A process here may listen where a frontend is, and rules may exempt it from NAT. */
+BPF_F_TABLE("hash", struct address, u64, own_addresses, 4096, NO_PREALLOC);
 /*
  * kproxy doubles it when half of it is in use, up to a bound; then those clients are forgotten that were away longest.
  * *pinned*: how many clients were added since the map was made.
@@ -229,9 +231,12 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 			return 1;
 		return redirect(ctx, p->endpoint.address, p->endpoint.port, v4);
 	}
+	struct address a = { { first, second } };
 	struct service *s = frontends.lookup(&f);
-	if (!s) {
-		struct address a = { { first, second } };
+	if (s) {
+		if (own_addresses.lookup(&a))
+			return 1;
+	} else {
 		u32 *only_node = node_addresses.lookup(&a);
 		if (!only_node)
 			return 1;

@@ -211,7 +211,8 @@ def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> lis
     problem = case.plans.unserved.get(question.plan.key)
     unserved = [Caveat(f"not served, or only in part: {problem}", question.plan.key)] if problem else []
     plans = {question.plan.key: question.plan}
-    update = Update(question.node.family, Scope.RESYNC, question.node, {}, plans)
+    update = Update(
+        question.node.family, Scope.RESYNC, question.node, {}, plans, addresses=question.addresses)
     try:
         found = registry.caveats(instance.mode, update, instance.settings)
     except PluginFailed:
@@ -399,7 +400,8 @@ class Answers:
 
     def plans(self) -> Answer:
         now = self._now()
-        return {"mode": now.instance.mode, "plans": documents(now.plans)}
+        needing = [family.label for family in Family if now.instance.needs_interface_addresses(family)]
+        return {"mode": now.instance.mode, "plans": documents(now.plans), "needs_addresses": needing}
 
     def report(self) -> Answer:
         store = self._store

@@ -537,6 +537,9 @@ class _Proxy:
         if self._privileged:
             for doubt in doubts(self._config, self._node, self._families, self._store.node):
                 log.warning("suspicious configuration", extra={"fields": {"because": doubt}})
+            instance = self._switch.instance
+            preparation.warn_of_unaddressed(
+                instance.mode, self._families, instance.needs_interface_addresses)
             self._takeover.start()
         else:
             self._health.release()

@@ -6,9 +6,17 @@ from typing import Any, Final, NamedTuple
 
 from kproxy_core.app.drops import Drop, FilteredPacket
 from kproxy_core.app.filters import place
-from kproxy_core.linux.links import Link
+from kproxy_core.linux.links import Link, shortened, unaddressed_links
 from kproxy_core.linux.node_state import NodeState
-from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address, format_socket
+from kproxy_core.model.address import (
+    Address,
+    Family,
+    Protocol,
+    family_of,
+    format_address,
+    format_socket,
+    is_link_local,
+)
 from kproxy_core.model.service import Destination
 from kproxy_core.nft.packet import NO_INTERFACE, Interface
 from kproxy_core.observe.logs import printable
@@ -29,11 +37,13 @@ class Services(NamedTuple):
     ports: Sequence["ServedPort"] = ()
     dials_endpoints: bool = False
     """Sockets of this node and its pods dial endpoints, so that only others send packets to frontends."""
+    needs_addresses: Sequence[str] = ()
+    """Labels of the families of which interfaces need addresses (`Backend.needs_interface_addresses`)."""
 
     @classmethod
     def of(
         cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool,
-        dials_endpoints: bool = False,
+        dials_endpoints: bool = False, needs_addresses: Sequence[str] = (),
     ) -> "Services":
         """Return the Services of plans as `kproxy_core.app.changes.document` returns them."""
         node_ports: dict[tuple[int, str], None] = {}
@@ -44,7 +54,8 @@ class Services(NamedTuple):
             ports.append(port)
             node_ports |= {(number, port.name): None for address, number in port.frontends if address is None}
             endpoints |= dict.fromkeys(endpoint.address for endpoint in port.endpoints)
-        return cls(mode, is_running, tuple(node_ports), tuple(endpoints), tuple(ports), dials_endpoints)
+        return cls(mode, is_running, tuple(node_ports), tuple(endpoints), tuple(ports), dials_endpoints,
+                   needs_addresses)
 
 
 class ServedPort(NamedTuple):
@@ -238,7 +249,7 @@ def _neighbour(state: NodeState, link: Link, family: Family) -> Address | None:
     for each in state.addresses:
         network = each.network
         if each.link == link.number and network.family is family and network.prefix < family.bits - 1 and (
-                not each.address.startswith(b"\xfe\x80")):
+                not is_link_local(each.address)):
             first = int.from_bytes(network.network, "big") + 1
             hosts = (Address(number.to_bytes(family.size, "big")) for number in (first, first + 1))
             return next(host for host in hosts if host != each.address)
@@ -249,7 +260,7 @@ def _families(state: NodeState) -> list[Family]:
     """Return IPv4, and IPv6 if this node has such an address that is neither loopback nor link-local."""
     loopback = {link.number for link in state.links if link.is_loopback}
     has_ipv6 = any(
-        each.network.family is Family.IPV6 and not each.address.startswith(b"\xfe\x80")
+        each.network.family is Family.IPV6 and not is_link_local(each.address)
         and each.link not in loopback for each in state.addresses)
     return [Family.IPV4, Family.IPV6] if has_ipv6 else [Family.IPV4]
 
@@ -320,13 +331,15 @@ _MOST_NAMED = 6
 def drop_findings(
     stops: Sequence[Stop], chains_of: Mapping[tuple[str, str], frozenset[str]]
 ) -> list[Finding]:
-    """Return a finding for each place that certainly ends a sample.
+    """Return a finding for each place that certainly ends a sample, or translates it.
+
+    An exemption is none: NodeLocal DNSCache and others make it on purpose.
 
     *chains_of*: the names of the chains of each table, by family and name.
     """
     by_place: dict[tuple[str, str, str, int | None, bool], list[Stop]] = {}
     for stop in stops:
-        if stop.drop.is_certain and not stop.is_harmless:
+        if stop.drop.is_certain and not stop.drop.exempts and not stop.is_harmless:
             key = stop.drop.family, stop.drop.table, stop.drop.chain, stop.drop.rule, bool(stop.sample.hook)
             by_place.setdefault(key, []).append(stop)
     found = []
@@ -387,7 +400,7 @@ def _second_proxy(state: NodeState, services: Services | None) -> _Found:
     if state.has_socket_translation:
         found.setdefault("Cilium", []).append("it translates addresses of Services in sockets (socket LB)")
     for table in state.tables:
-        if table.name == "kube-proxy":
+        if table.name == "kube-proxy" and not state.is_marked:
             found.setdefault("kube-proxy", []).append(f"nft table {table.family} kube-proxy")
     if services is None or not services.is_running or services.mode not in _WRITES_KUBE_CHAINS:
         for where in state.service_chains:
@@ -401,6 +414,22 @@ def _second_proxy(state: NodeState, services: Services | None) -> _Found:
         [f"{name}: {what}" for name, seen in sorted(found.items()) for what in seen],
         "keep one of them: delete the other's DaemonSet, then its rules (kube-proxy --cleanup, or "
         "kproxy --cleanup)")
+
+
+def _calico(state: NodeState, services: Services | None) -> _Found:
+    """Find a node whose Calico, with NFTablesMode=Auto, looks for chains that kube-proxy's leave with it.
+
+    felix/nftables/utils.go (projectcalico/calico): any chain in table kube-proxy of IPv4 or IPv6.
+    """
+    calico = [table for table in state.tables if table.name == "calico"]
+    serves = services is not None and services.is_running and services.mode not in _WRITES_KUBE_CHAINS
+    if calico and serves and not any(table.name == "kube-proxy" for table in state.tables):
+        yield Finding(
+            "calico", "Calico restarts, and may leave nftables, if its NFTablesMode is Auto: it looks for "
+            "chains in kube-proxy's tables",
+            [f"nft table {' and '.join(map(str, calico))}", "no table kube-proxy"],
+            "set calicoMarker: true in the options of kproxy's mode, or NFTablesMode: Enabled in Calico's "
+            "FelixConfiguration")
 
 
 _WRITES_KUBE_CHAINS = ("iptables", "ipvs", "userspace")
@@ -433,6 +462,19 @@ def _reverse_path(state: NodeState, services: Services | None) -> _Found:
             [f"rp_filter is strict (1) on {', '.join(map(printable, strict))}",
              f"interfaces with addresses: {', '.join(printable(link.name) for link in uplinks)}"],
             "sysctl -w net.ipv4.conf.all.rp_filter=2 (loose)")
+
+
+def _unaddressed(state: NodeState, services: Services | None) -> _Found:
+    for family in Family:
+        if services is None or family.label not in services.needs_addresses:
+            continue
+        numbered = {each.link for each in state.addresses if each.network.family is family}
+        if without := [printable(name) for name in unaddressed_links(state.links, numbered)]:
+            yield Finding(
+                "interface-address",
+                f"mode {services.mode} serves no {family.label} to pods behind interfaces without an address",
+                [f"no {family.label} address: {shortened(without)}"],
+                f"set bindAddress in the options of mode {services.mode} to an address of this node")
 
 
 def _bridges(state: NodeState, services: Services | None) -> _Found:
@@ -598,8 +640,8 @@ def _int(text: str | None) -> int:
 
 
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
-    _foreign_tables, _second_proxy, _forwarding, _reverse_path, _bridges, _conntrack, _node_ports, _mtu,
-    _clock, _cgroups, _kernel,
+    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _unaddressed, _bridges, _conntrack,
+    _node_ports, _mtu, _clock, _cgroups, _kernel,
 )  # fmt: skip
 """All but that of filter chains, which needs a packet's way: see `drop_findings`."""
 

@@ -1,4 +1,4 @@
-"""Places where chains of other programs end packets, or translate them before a service proxy does. Pure."""
+"""Places where chains of other programs end packets, or keep a service proxy from translating them. Pure."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -66,7 +66,9 @@ class Drop(NamedTuple):
     """Statements of which it is not known whether they match, each with its rule: one before may accept the
     packet, or one of this rule may not match it."""
     translates_to: tuple[Address | None, int | None] | None = None
-    """Another program translates the packet here, to an address and a port; None: it ends here."""
+    """Another program translates the packet here, to an address and a port; None: it does not."""
+    exempts: bool = False
+    """The packet does not end: it is exempt from tracking, so that no rule translates it."""
 
     @property
     def is_certain(self) -> bool:
@@ -76,7 +78,7 @@ class Drop(NamedTuple):
 def drops(
     ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]], *, with_nat: bool | None = None
 ) -> list[Drop]:
-    """Return the places where chains may end a packet or translate it first; none after a certain one.
+    """Return the places where chains may end a packet, translate or exempt it; none after a certain one.
 
     *way* are the hooks in their order, each with the packet there, which is translated already: chains before
     the translation see it as it was. Tables of service proxies are left out. *with_nat*: chains of type nat
@@ -94,8 +96,8 @@ def drops(
         diverted: list[Branch] = []
         if hook in ("prerouting", "output"):
             passed = walk.hook(hook, branches, _translation_of(packet))
-            diverted = [branch for branch in passed if _diverting(branch.seen) is not None]
-            branches = [branch for branch in passed if _diverting(branch.seen) is None]
+            diverted = [branch for branch in passed if _diverting(branch.seen, packet) is not None]
+            branches = [branch for branch in passed if _diverting(branch.seen, packet) is None]
         else:
             branches = walk.hook(hook, branches)
         for end in walk.ends:
@@ -108,7 +110,7 @@ def drops(
                 return found
         for branch in diverted:
             ended = branch.chance if ended is None else ended.or_else(branch.chance)
-            found.append(_diversion(branch, is_certain=ended.is_certain))
+            found.append(_diversion(branch, packet, is_certain=ended.is_certain))
             if ended.is_certain:
                 return found
         if not branches:
@@ -116,18 +118,22 @@ def drops(
     return found
 
 
-def _diverting(seen: Seen) -> Place | None:
-    """Return the rule of another program that has translated the packet."""
+def _diverting(seen: Seen, packet: FilteredPacket) -> Place | None:
+    """Return the rule of another program that has translated the packet, or exempted it from translation."""
+    if packet.is_translated and seen.untracked_by is not None:
+        return seen.untracked_by
     connection = seen.connection
     return connection.translated_by if connection and connection.status & Status.DST_NAT else None
 
 
-def _diversion(branch: Branch, *, is_certain: bool) -> Drop:
-    place = _diverting(branch.seen)
+def _diversion(branch: Branch, packet: FilteredPacket, *, is_certain: bool) -> Drop:
+    place = _diverting(branch.seen, packet)
     assert place is not None
+    found = _drop(End(Fate.SENT, "", place, None, branch), place, is_certain=is_certain)
+    if branch.seen.untracked_by is not None:
+        return found._replace(exempts=True)
     flow = branch.seen.packet.flow
-    return _drop(End(Fate.SENT, "", place, None, branch), place, is_certain=is_certain)._replace(
-        translates_to=(flow.destination, flow.port))
+    return found._replace(translates_to=(flow.destination, flow.port))
 
 
 def _drop(end: End, place: Place, *, is_certain: bool) -> Drop:

@@ -81,6 +81,8 @@ def place(drop: Drop, what: str = "it") -> str:
     """
     rule = f"rule {drop.rule}" if drop.rule is not None else "its policy"
     verb, end = ("reject" if drop.rejects else "drop"), ""
+    if drop.exempts:
+        verb, end = "exempt", " from translation: it is not tracked"
     if drop.translates_to is not None:
         address, port = drop.translates_to
         to = "another address" if address is None else format_address(address)

@@ -15,8 +15,11 @@ from msgspec.structs import asdict
 from kproxy_core.config.settings import Config
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Scope
+from kproxy_core.linux.addresses import read_interface_addresses
 from kproxy_core.linux.conntrack import ConntrackLimits, apply_limits
 from kproxy_core.linux.errors import HostError
+from kproxy_core.linux.links import read_links, shortened, unaddressed_links
+from kproxy_core.model.address import Family
 from kproxy_core.observe.events import EventRecorder
 from kproxy_core.sync.observer import Synced, SyncObserver
 
@@ -126,6 +129,21 @@ def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
         log.warning(note)
         events.report_node("Warning", "readOnlySysFS", note)
     return True
+
+
+def warn_of_unaddressed(mode: str, families: Iterable[Family], needs: Callable[[Family], bool]) -> None:
+    """Log the interfaces of pods whose packets *mode* loses. *needs*: `Backend.needs_interface_addresses`."""
+    for family in filter(needs, families):
+        try:
+            numbered = {each.interface for each in read_interface_addresses() if each.family == family.af}
+            without = unaddressed_links(read_links(), numbered)
+        except HostError as error:
+            log.warning("could not look for interfaces without an address", extra={
+                "fields": {"error": str(error)}})
+            return
+        if without:
+            log.warning("pods behind interfaces without an address are not served, set bindAddress", extra={
+                "fields": {"mode": mode, "ip_family": family.label, "interfaces": shortened(without)}})
 
 
 def prepare_others(

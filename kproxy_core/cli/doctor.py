@@ -62,7 +62,8 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         return None, f"the Services: {error}"
     registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
     return Services.of(found["mode"], found["plans"], is_running=True,
-                       dials_endpoints=bool(registry.load(found["mode"]).base)), ""
+                       dials_endpoints=bool(registry.load(found["mode"]).base),
+                       needs_addresses=found.get("needs_addresses", ())), ""
 
 
 def examine(services: Services | None) -> Json:

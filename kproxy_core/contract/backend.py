@@ -83,6 +83,14 @@ class Backend(ABC):
         """
         return False
 
+    def needs_interface_addresses(self, family: Family) -> bool:
+        """Return whether this mode loses packets from interfaces that have no address of *family*.
+
+        Asked when all is in sync for the first time, and by ``kproxy doctor``, which name such interfaces of
+        pods. By default, False.
+        """
+        return False
+
     def render(self, update: Update) -> str | None:
         """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges.
 
@@ -194,6 +202,7 @@ class LayeredBackend(Backend):
     reset_connections = _of_base(Backend.reset_connections)
     wants_relays = _of_base(Backend.wants_relays)
     serves_on_loopback = _of_base(Backend.serves_on_loopback)
+    needs_interface_addresses = _of_base(Backend.needs_interface_addresses)
     render = _of_base(Backend.render)
     check_text = _of_base(Backend.check_text)
     preview = _of_base(Backend.preview)

@@ -422,6 +422,7 @@ class BackendInstance:
     reset_connections = _guarded(Backend.reset_connections)
     wants_relays = _guarded(Backend.wants_relays, otherwise=False)
     serves_on_loopback = _guarded(Backend.serves_on_loopback, otherwise=False)
+    needs_interface_addresses = _guarded(Backend.needs_interface_addresses, otherwise=False)
     render = _guarded(Backend.render)
     check_text = _guarded(Backend.check_text)
     preview = _guarded(Backend.preview)

@@ -170,7 +170,10 @@ class Update(Struct, frozen=True):
     plans: Mapping[ServicePortKey, ServicePlan]
     """All service ports, including `changed`. Valid only during the call."""
     node_changed: bool = False
-    """`node` differs from that of the last successful update."""
+    """`node` or `addresses` differ from those of the last successful update."""
+    addresses: frozenset[Address] = frozenset()
+    """Of the node's interfaces, in both families, as far as they are known. A change that only concerns the
+    other family, loopback or link-local addresses causes no update."""
 
 
 class SyncReport(Struct, frozen=True):

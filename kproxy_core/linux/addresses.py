@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.model.address import Address, Family, family_of, is_loopback, parse_address
+from kproxy_core.model.address import Address, Family, family_of, is_link_local, is_loopback, parse_address
 from kproxy_core.model.timing import Repeats
 from kproxy_core.netlink.messages import NETLINK_ROUTE, Malformed, attribute, attributes, decoding, messages
 from kproxy_core.netlink.sockets import NetlinkSocket, NotificationThread
@@ -110,7 +110,7 @@ def default_source_address(family: Family) -> Address | None:
             address = Address(socket.inet_pton(family.af, sock.getsockname()[0].partition("%")[0]))
     except OSError:
         return None
-    return None if is_loopback(address) or address.startswith(b"\xfe\x80") else address
+    return None if is_loopback(address) or is_link_local(address) else address
 
 
 class AddressWatch(NotificationThread):

@@ -2,7 +2,7 @@
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.linux.errors import doing
@@ -41,6 +41,23 @@ def read_links() -> list[Link]:
     """Return all interfaces. Raises HostError."""
     with doing("read the interfaces"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         return sock.dump(_RTM_GETLINK, bytes(_IFINFOMSG.size), lambda answers: [*parse(answers)])
+
+
+def unaddressed_links(links: Iterable[Link], numbered: Collection[int]) -> list[str]:
+    """Return the names of the interfaces of pods that have no address. *numbered*: those that have one.
+
+    Packets of a bridge's port arrive by the bridge.
+    """
+    return [
+        link.name for link in links
+        if link.is_up and link.leads_elsewhere and link.kind in ("veth", "netkit") and not link.master
+        and link.number not in numbered]
+
+
+def shortened(interfaces: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(interfaces) - most} more" if len(interfaces) > most else ""
+    return f"{', '.join(interfaces[:most])}{more}"
 
 
 def parse(answers: Iterator[Span]) -> Iterator[Link]:

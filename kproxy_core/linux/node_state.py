@@ -17,7 +17,7 @@ from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.libnftables import list_tables
 from kproxy_core.linux.links import Link, read_links
 from kproxy_core.linux.modules import Modules, Presence
-from kproxy_core.linux.rulesets import all_tables, chain_exists
+from kproxy_core.linux.rulesets import KUBE_PROXY_TABLE, all_tables, chain_exists, has_kube_proxy
 from kproxy_core.model.address import Address, Cidr, Family
 from kproxy_core.nft.listing import TableName
 
@@ -62,6 +62,8 @@ class NodeState(NamedTuple):
     tables: Sequence[TableName] = ()
     service_chains: Sequence[str] = ()
     """The tables of iptables with the chain KUBE-SERVICES."""
+    is_marked: bool = False
+    """kproxy's marker is in a table of kube-proxy's (`rulesets.MARKER`), and nothing else is."""
     legacy_tables: Sequence[str] = ()
     """The tables of iptables-legacy."""
     unread_tables: Sequence[str] = ()
@@ -103,6 +105,7 @@ def read_node_state(towards: Collection[Address] = ()) -> NodeState:
         routes=attempt(lambda: {to: interface_towards(to) for to in [*towards][:_MOST_ROUTES]}, {}),
         tables=tables,
         service_chains=attempt(lambda: _service_chains(tables), []),
+        is_marked=attempt(lambda: _is_marked(tables), otherwise=False),
         legacy_tables=legacy_tables(),
         unread_tables=attempt(lambda: list_tables(style=["terse_output"]).unread if tables else (), ()),
         proxies=_proxies(),
@@ -146,6 +149,11 @@ def _service_chains(tables: Collection[TableName]) -> list[str]:
         f"{family.ip} nat" for family in Family
         if TableName(family.ip, "nat") in tables and chain_exists(family, "nat", "KUBE-SERVICES")
     ]  # fmt: skip
+
+
+def _is_marked(tables: Collection[TableName]) -> bool:
+    found = [family for family in Family if TableName(family.ip, KUBE_PROXY_TABLE) in tables]
+    return bool(found) and not any(map(has_kube_proxy, found))
 
 
 def legacy_tables() -> list[str]:

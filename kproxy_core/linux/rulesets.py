@@ -2,13 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_core.nft import listing
 from kproxy_core.nft.listing import TableName
+from kproxy_core.nft.messages import Command
+from kproxy_core.nft.objects import Chain, Table
 from kproxy_core.nft.transaction import RulesetSocket
+
+KUBE_PROXY_TABLE: Final = "kube-proxy"
+"""The table of each IP family of kube-proxy's nftables mode."""
+MARKER: Final = "kproxy-marker"
+"""A chain without rules or hook in that table, where kproxy serves in place of kube-proxy: programs such as
+Calico's Felix take any chain there as a sign that Services are served by nf_tables."""
 
 
 @contextmanager
@@ -40,3 +49,30 @@ def chain_exists(family: Family, table: str, chain: str) -> bool:
     """Return whether *chain* exists, as `table_exists` does. Raises HostError."""
     with doing(f"look up table {family.ip} {table}"):
         return listing.has_chain(family, table, chain)
+
+
+def has_marker(family: Family) -> bool:
+    """Return whether `MARKER` exists. Raises HostError."""
+    return chain_exists(family, KUBE_PROXY_TABLE, MARKER)
+
+
+def has_kube_proxy(family: Family) -> bool:
+    """Return whether kube-proxy's table exists, with more in it than `MARKER`. Raises HostError."""
+    with ruleset(f"look up table {family.ip} {KUBE_PROXY_TABLE}") as connection:
+        found = connection.tables(family).get(KUBE_PROXY_TABLE)
+    return found is not None and (found.chains != 1 or not has_marker(family))
+
+
+def marker_creation(family: Family) -> list[Command]:
+    """Return the commands that create `MARKER`, with its table where there is none."""
+    table = Table(family, KUBE_PROXY_TABLE)
+    return [table.create(), *table.write([Chain(MARKER)])]
+
+
+def marker_removal(family: Family) -> list[Command]:
+    """Return the commands that delete `MARKER`, which must exist, and its table unless kube-proxy has that.
+
+    Raises HostError.
+    """
+    table = Table(family, KUBE_PROXY_TABLE)
+    return list(table.remove([Chain(MARKER)])) if has_kube_proxy(family) else [table.delete()]

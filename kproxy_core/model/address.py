@@ -106,6 +106,11 @@ def is_loopback(address: Address) -> bool:
     return address[0] == 127 if len(address) == 4 else address == Family.IPV6.loopback
 
 
+def is_link_local(address: Address) -> bool:
+    """Return whether *address* is one of those that IPv6 gives each interface."""
+    return len(address) == 16 and address.startswith(b"\xfe\x80")
+
+
 def format_socket(address: Address, port: int) -> str:
     """Return ``address:port``, with IPv6 in brackets."""
     if len(address) == 4:

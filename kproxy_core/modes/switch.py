@@ -154,7 +154,7 @@ def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: froze
 def _update(full: Update, plan: ServicePlan | None) -> Update:
     """Return the update that adds the probe's service port; *plan* None: the one that removes it."""
     plans = full.plans if plan is None else {**full.plans, _KEY: plan}
-    return Update(full.family, Scope.CHANGED, full.node, {_KEY: plan}, plans)
+    return Update(full.family, Scope.CHANGED, full.node, {_KEY: plan}, plans, addresses=full.addresses)
 
 
 def _attempt(listener: socket.socket, vip: Address, port: int) -> str:

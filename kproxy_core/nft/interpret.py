@@ -332,7 +332,8 @@ class Way:
                     return self._give_up(base, branch)
                 for verdict, ran in run(self.ruleset, self.node, base, place, rule.expressions, branch):
                     self.looked.update(dict.fromkeys(ran.looked))
-                    self._apply(base, place, verdict, ran, onwards, behind, accepted, leads)
+                    noted = ran._replace(branch=_with_exemption(ran.branch, place))
+                    self._apply(base, place, verdict, noted, onwards, behind, accepted, leads)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
                     fallen = self._as_served(found) if base.type == "nat" else found
@@ -431,6 +432,14 @@ def track(seen: Seen) -> Seen:
     unclear: Number = 0 if seen.tracking is Tracking.NOT_YET else "ct template"
     connection = Connection(flow, flow.reversed(), zone=unclear, helper=unclear)
     return seen._replace(tracking=Tracking.TRACKED, connection=connection)
+
+
+def _with_exemption(branch: Branch, place: Place) -> Branch:
+    """Note the rule by which a packet is not tracked."""
+    seen = branch.seen
+    if seen.tracking is not Tracking.UNTRACKED or seen.untracked_by is not None:
+        return branch
+    return branch._replace(seen=seen._replace(untracked_by=place))
 
 
 def _may_be_translated(seen: Seen, bit: Status) -> bool:

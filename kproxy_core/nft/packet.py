@@ -214,6 +214,8 @@ class Seen(NamedTuple):
     connection: Connection | None = None
     rerouted: Interface | None = NO_INTERFACE
     """The interface by which it leaves behind hook ``output``, if a rule has changed its route."""
+    untracked_by: Place | None = None
+    """The rule that has exempted it from connection tracking, so that nothing translates it."""
 
 
 RTN_UNSPEC, RTN_UNICAST, RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST, RTN_UNREACHABLE = (

@@ -219,7 +219,9 @@ class Loop:
     ) -> list[Update]:
         facts = self._facts.with_settings(settings)
         return [
-            Update(family, Scope.RESYNC, facts.look(family)[0], {}, plans_of(sync.plans), node_changed=True)
+            Update(
+                family, Scope.RESYNC, facts.look(family)[0], {}, plans_of(sync.plans), node_changed=True,
+                addresses=facts.addresses)
             for family, sync in self._syncs.items()
         ]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kproxy_core.contract.errors import one_line
 from kproxy_core.contract.values import Scope, Update
 from kproxy_core.kube.store import Store
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, family_of, is_link_local, is_loopback
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import (
     Destination,
@@ -138,10 +138,12 @@ class FamilyPlans:
     def set_node(self, node: NodeView, addresses: frozenset[Address]) -> bool:
         """Plan for *node* from now on. Return True if it differs from the last one.
 
-        *addresses* are those of all its interfaces.
+        *addresses* are those of all its interfaces. Each pod may add a link-local one, which no Service has.
         """
-        known, self.addresses = self.node, addresses
-        if node == known:
+        known, changed, self.addresses = self.node, self.addresses ^ addresses, addresses
+        if node == known and all(
+            family_of(each) is not self.family or is_loopback(each) or is_link_local(each) for each in changed
+        ):
             return False
         self.node = node
         self.node_changed = True
@@ -408,7 +410,8 @@ class FamilyPlans:
         changed = {key: self.plans.get(key) for key in (*self._before, *self._retried)
                    if key not in self._withheld}
         changed |= dict.fromkeys(self._lost)
-        return Update(self.family, scope, self.node, changed, self.programmed, self.node_changed)
+        return Update(
+            self.family, scope, self.node, changed, self.programmed, self.node_changed, self.addresses)
 
     @property
     def programmed(self) -> Mapping[ServicePortKey, ServicePlan]:

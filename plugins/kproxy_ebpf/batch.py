@@ -43,7 +43,7 @@ Counts = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of `Connections`: `number`, `failed`, `carried`, and `handshakes`."""
 
 PRESENT = bytes(8)
-"""The value of an endpoint."""
+"""The value of an endpoint, and of an address of the node."""
 
 
 def address_key(address: Address) -> bytes:
@@ -81,6 +81,7 @@ FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
     names.SLOTS: lambda key: id_family(key[:_SERVICE_ID]),
     names.ENDPOINTS: lambda key: id_family(key[-_SERVICE_ID:]),
     names.NODE_ADDRESSES: frontend_family,
+    names.OWN_ADDRESSES: frontend_family,
 }
 """The family of an element by its key, for the maps `names.PER_FAMILY`."""
 

@@ -108,24 +108,33 @@ class _Found(NamedTuple):
     remembered: Destination | None = None
 
 
-def _keys(question: Question) -> list[bytes]:
+def _frontend_key(question: Question) -> bytes:
+    packet = question.packet
+    return batch.frontend_key(packet.destination, packet.protocol, packet.port)
+
+
+def _node_port_key(question: Question) -> bytes | None:
+    """Return the key of the node port that the packet may be for; None: its address serves none."""
     packet, node = question.packet, question.node
-    keys = [batch.frontend_key(packet.destination, packet.protocol, packet.port)]
     on_loopback = (
         node.node_ports_on_loopback and packet.origin is Origin.NODE
         and packet.destination == node.family.loopback
     )  # fmt: skip
     if on_loopback or packet.destination in node.node_port_addresses:
-        keys.append(batch.node_port_key(packet.family, packet.protocol, packet.port))
-    return keys
+        return batch.node_port_key(packet.family, packet.protocol, packet.port)
+    return None
 
 
 def _written(question: Question) -> _Found | None:
-    if question.plan is None:
+    if question.plan is None or question.frontend is None:
         return None
+    is_node_port = question.frontend.address is None
+    if not is_node_port and question.packet.destination in question.addresses:
+        return None
+    key = _node_port_key(question) if is_node_port else _frontend_key(question)
     for group in wanted(question.plan):
         for frontend in group.frontends:
-            if frontend.key in _keys(question):
+            if frontend.key == key:
                 return _Found(_texts(question, group), _choices(group.endpoints), frontend.flags)
     return None
 
@@ -157,11 +166,15 @@ def _choices(slots: Sequence[Destination | None]) -> tuple[EndpointShare, ...]:
 
 def _held(question: Question, maps: PinnedMaps) -> _Found | None:
     """Return the maps' elements for a frontend; None: the rules decide."""
-    packet, keys = question.packet, _keys(question)
-    found = ((key, value) for key in keys if (value := maps.find(names.FRONTENDS, key)) is not None)
-    key, value = next(found, (b"", b""))
-    on_node = maps.find(names.NODE_ADDRESSES, batch.address_key(packet.destination)) is not None
-    if not value or (key != keys[0] and not on_node):
+    packet = question.packet
+    address = batch.address_key(packet.destination)
+    value, node_port = maps.find(names.FRONTENDS, _frontend_key(question)), _node_port_key(question)
+    if value is not None:
+        if maps.find(names.OWN_ADDRESSES, address) is not None:
+            return None
+    elif node_port is not None and maps.find(names.NODE_ADDRESSES, address) is not None:
+        value = maps.find(names.FRONTENDS, node_port)
+    if value is None:
         return None
     service = batch.parse_service(value)
     dialled = format_socket(packet.destination, packet.port)

@@ -5,9 +5,9 @@ from itertools import islice
 
 from kproxy_core.contract import Family, Scope, ServicePlan, ServicePortKey, SyncFailed, Update
 from kproxy_ebpf import names
-from kproxy_ebpf.applied import Applied, Difference, compare, contents
+from kproxy_ebpf.applied import Applied, Contents, Difference, compare, contents
 from kproxy_ebpf.kernel.maps import Kernel
-from kproxy_ebpf.wanted import node_addresses
+from kproxy_ebpf.wanted import of_node
 
 _PART = 1000
 """Number of plans whose elements are written at a time."""
@@ -21,7 +21,7 @@ class FamilyState:
         self._kernel = kernel
         self._applied: Applied | None = None
         """None: the maps must be read."""
-        self._node_addresses: dict[bytes, bytes] = {}
+        self._of_node: Contents = {name: {} for name in names.OF_NODE}
 
     def withdraw(self, update: Update) -> Difference | None:
         """Remove endpoints that must not be chosen any more, before the rules change. `write` does the rest.
@@ -32,7 +32,7 @@ class FamilyState:
         if update.scope is Scope.RESYNC or self._applied is None:
             self._applied = None
             actual = self._kernel.contents(self._family)
-            self._node_addresses = actual.pop(names.NODE_ADDRESSES)
+            self._of_node = {name: actual.pop(name) for name in names.OF_NODE}
             if not any(actual.values()):
                 return None
             difference = compare(actual, contents(update.plans.values()))
@@ -47,8 +47,9 @@ class FamilyState:
         Raises TrustLost.
         """
         self._kernel.configure(update.node)
-        wanted = node_addresses(update.node)
-        operations = self._kernel.replace(names.NODE_ADDRESSES, self._node_addresses, wanted)
+        wanted = of_node(update)
+        operations = sum(
+            self._kernel.replace(name, self._of_node[name], wanted[name]) for name in names.OF_NODE)
         if difference is None:
             operations += self._fill(update.plans)
         else:
@@ -59,7 +60,7 @@ class FamilyState:
             self._applied = Applied(update.plans)
         else:
             self._applied.acknowledge(update.changed)
-        self._node_addresses = wanted
+        self._of_node = wanted
         if difference is None or were_read or difference.withdrawn[names.ENDPOINTS]:
             # Their clients reconnect when the maps are complete.
             self._kernel.destroy_connected_sockets()

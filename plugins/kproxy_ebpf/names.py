@@ -6,6 +6,7 @@ FRONTENDS = "frontends"
 SLOTS = "slots"
 ENDPOINTS = "endpoints"
 NODE_ADDRESSES = "node_addresses"
+OWN_ADDRESSES = "own_addresses"
 PINS = "pins"
 PINNED = "pinned"
 HAIRPINS = "hairpins"
@@ -17,11 +18,13 @@ FLOWS = "kept"
 PEERS = "peer"
 
 MAPS = (
-    FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES, PINS, PINNED, HAIRPINS, SENDERS, SETTINGS, CONNECTED,
-    CONNECTIONS, FLOWS, PEERS,
+    FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES, OWN_ADDRESSES, PINS, PINNED, HAIRPINS, SENDERS, SETTINGS,
+    CONNECTED, CONNECTIONS, FLOWS, PEERS,
 )  # fmt: skip
 
-PER_FAMILY = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES)
+OF_NODE = (NODE_ADDRESSES, OWN_ADDRESSES)
+"""Maps whose elements depend on the node alone."""
+PER_FAMILY = (FRONTENDS, SLOTS, ENDPOINTS, *OF_NODE)
 """Maps whose elements depend on Services and the node."""
 
 ON_THE_WAY_OUT = ("connect4", "connect6", "sendmsg4", "sendmsg6")

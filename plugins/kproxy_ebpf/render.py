@@ -8,7 +8,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, compare, contents
 from kproxy_ebpf.kernel.maps import pinned_maps
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.wanted import Group, node_addresses, wanted
+from kproxy_ebpf.wanted import Group, of_node, wanted
 
 
 def render_text(update: Update) -> str:
@@ -38,16 +38,19 @@ def preview(update: Update, settings: Settings) -> Preview:
     """Return the operations on the maps as comments. Raises SyncFailed."""
     with pinned_maps(settings) as maps:
         actual: Contents = {} if maps is None else maps.contents(update.family)
-    held, wanted = actual.pop(names.NODE_ADDRESSES, {}), node_addresses(update.node)
+    held, wanted = {name: actual.pop(name, {}) for name in names.OF_NODE}, of_node(update)
     difference = compare(actual, contents(update.plans.values()))
-    addresses = {key: value for key, value in wanted.items() if held.get(key) != value}
-    gone = {key: value for key, value in held.items() if key not in wanted}
+    added = {name: {key: value for key, value in elements.items() if held[name].get(key) != value}
+             for name, elements in wanted.items()}
+    gone = {name: {key: value for key, value in elements.items() if key not in wanted[name]}
+            for name, elements in held.items()}
     lines = [
-        *_lines("delete", {**difference.withdrawn, names.NODE_ADDRESSES: gone}),
-        *_lines("update", {**difference.updates, names.NODE_ADDRESSES: addresses}),
+        *_lines("delete", {**difference.withdrawn, **gone}),
+        *_lines("update", {**difference.updates, **added}),
         *_lines("delete", difference.unused),
     ]
-    return Preview(difference.operations + len(addresses) + len(gone), "".join(lines))
+    of_addresses = sum(len(elements) for part in (added, gone) for elements in part.values())
+    return Preview(difference.operations + of_addresses, "".join(lines))
 
 
 def _lines(command: str, contents: Mapping[str, Mapping[bytes, bytes]]) -> Iterator[str]:

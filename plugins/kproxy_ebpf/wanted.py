@@ -7,9 +7,11 @@ of a connection is unknown at connect(), load balancer IPs with source ranges an
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kproxy_core.contract import Destination, NodeView, Protocol, ServicePlan
+from kproxy_core.contract import Destination, NodeView, Protocol, ServicePlan, Update, family_of
+from kproxy_ebpf import names
 from kproxy_ebpf.batch import (
     MASQUERADES_PODS,
+    PRESENT,
     RESETS,
     SHORT_CIRCUITS,
     address_key,
@@ -63,6 +65,19 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
         internal = []
     if (internal or external) and plan.cluster:
         yield Group("cluster", (*internal, *external), plan.cluster_slots)
+
+
+def of_node(update: Update) -> dict[str, dict[bytes, bytes]]:
+    """Return the elements of the maps `names.OF_NODE`.
+
+    Programs leave a frontend at an address of the node to the rules: another program may listen there, such
+    as NodeLocal DNSCache on kube-dns' ClusterIP, and exempt its packets from NAT.
+    """
+    own = (address for address in update.addresses if family_of(address) is update.family)
+    return {
+        names.NODE_ADDRESSES: node_addresses(update.node),
+        names.OWN_ADDRESSES: {address_key(address): PRESENT for address in own},
+    }
 
 
 def node_addresses(node: NodeView) -> dict[bytes, bytes]:

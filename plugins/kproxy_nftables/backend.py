@@ -4,19 +4,24 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from kproxy_core.contract import (
     Backend,
+    BackendError,
     BackendSettings,
     Connections,
     Damage,
     Family,
     Frontend,
+    HostError,
     IsRemoved,
     KernelSide,
     Measurement,
     Preview,
     Protocol,
     Question,
+    Scope,
     SyncFailed,
     SyncReport,
     Unsupported,
@@ -24,6 +29,7 @@ from kproxy_core.contract import (
     sync_family,
 )
 from kproxy_core.linux import process
+from kproxy_core.linux.rulesets import has_marker, marker_creation, marker_removal
 from kproxy_core.netlink.messages import TooLong
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_nft import counting
@@ -71,6 +77,8 @@ class NftablesBackend(Backend):
         self._settings = read_settings(settings)
         self._may_own = settings.own_tables
         self._states = self._new_states(settings.families)
+        self._marked: set[Family] = set()
+        """Families of which the marker has been brought to the settings."""
         self._watch: CommitWatch | None = None
         self._generation = 0
 
@@ -100,9 +108,23 @@ class NftablesBackend(Backend):
             report = sync_family(self._states[update.family], update)
         except TooLong as error:
             raise SyncFailed(str(error)) from error
+        if update.scope is Scope.RESYNC or update.family not in self._marked:
+            report = replace(report, degraded=self._mark(update.family))
         if self._watch is None:
             self._generation = self._kernel.generation()
         return report
+
+    def _mark(self, family: Family) -> str:
+        """Create the marker, or delete it if it is not wanted. Return why that failed; "": it did not."""
+        self._marked.discard(family)
+        try:
+            if has_marker(family) is not self._settings.marked:
+                commands = marker_creation if self._settings.marked else marker_removal
+                self._kernel.run(commands(family))
+        except (BackendError, HostError) as error:
+            return f"calicoMarker is not in effect: {error}"
+        self._marked.add(family)
+        return ""
 
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         """Let kproxy's rules reset connections that bypass them by a flowtable."""
@@ -150,7 +172,7 @@ class NftablesBackend(Backend):
     def watch(self, damaged: Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
-            self._watch = Watcher(self._kernel.own_ports, damaged)
+            self._watch = Watcher(self._kernel.own_ports, damaged, marked=self._settings.marked)
         except OSError as error:
             log.warning("cannot watch for foreign rule changes", extra={"fields": {"error": str(error)}})
             return False

@@ -28,6 +28,7 @@ from kproxy_core.contract import (
     is_own,
 )
 from kproxy_core.linux.libnftables import list_table
+from kproxy_core.linux.rulesets import KUBE_PROXY_TABLE, has_kube_proxy
 from kproxy_core.nft.alike import Example, Names, NoLike, compared_with
 from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.expressions import HeldSet, Looked, Ruleset
@@ -57,11 +58,10 @@ from kproxy_nftables.names import NODE_PORTS, TABLE, VIPS, Template, parse_templ
 from kproxy_nftables.settings import DEFAULTS, Settings
 from kproxy_nftables.wanted import elements, node_elements, parse_destination, parse_port_key, shared_elements
 
-KUBE_PROXY_TABLE: Final = "kube-proxy"
-"""See docs/design/behaviour/nftables.md."""
 _VIPS: Final = {TABLE: (VIPS,), KUBE_PROXY_TABLE: ("service-ips", "no-endpoint-services")}
 _NODE_PORTS: Final = {
     TABLE: (NODE_PORTS,), KUBE_PROXY_TABLE: ("service-nodeports", "no-endpoint-nodeports")}
+"""The maps of frontends. Those of kube-proxy: docs/design/behaviour/nftables.md."""
 
 _FEW = 1000
 """Limit for reading single elements: 1,000 questions take as long as all elements of 10,000 Services."""
@@ -99,8 +99,10 @@ def frontends(family: Family) -> list[Frontend]:
 
 
 def _serving(kernel: Kernel, family: Family) -> str | None:
-    """Return our table if it exists, else kube-proxy's; None without both. Raises SyncFailed."""
-    return next((name for name in (TABLE, KUBE_PROXY_TABLE) if kernel.has_table(family, name)), None)
+    """Return our table if it exists, else kube-proxy's; None without both. Raises HostError, SyncFailed."""
+    if kernel.has_table(family, TABLE):
+        return TABLE
+    return KUBE_PROXY_TABLE if has_kube_proxy(family) else None
 
 
 def _written(question: Question, settings: Settings) -> KernelSide:

@@ -25,7 +25,7 @@ def kproxy_describe() -> Description:
         preference=100,
         default_node_port_addresses=("primary",),
         fallback=("iptables", "userspace"),
-        options=("flowtable",),
+        options=("flowtable", "calicoMarker"),
     )
 
 
@@ -40,7 +40,7 @@ def kproxy_detect(
 
 @hookimpl
 def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
-    """Delete our tables and those of kube-proxy's nftables mode."""
+    """Delete our tables, the marker, and the tables of kube-proxy's nftables mode."""
     from kproxy_nftables.cleanup import cleanup
 
     return cleanup(dry_run=dry_run, own_only=own_only)

@@ -17,6 +17,8 @@ class Settings(NamedTuple):
     """Devices between which established flows bypass the rules; empty: no flowtable."""
     without_hash: bool = False
     """The kernel has no ``jhash``: endpoints are chosen at random instead."""
+    marked: bool = False
+    """Keep a chain in kube-proxy's table (`rulesets.MARKER`)."""
 
     def limited_to(self, present: Collection[str]) -> Self:
         """Return the settings without devices that are not *present*: the kernel refuses those."""
@@ -34,4 +36,7 @@ def read_settings(settings: BackendSettings) -> Settings:
     for device in devices:
         if not isinstance(device, str) or not is_interface_name(device):
             raise InvalidOption(settings, "flowtable", device, "must be the name of a network device")
-    return Settings(settings.count_traffic, tuple(dict.fromkeys(devices)))
+    marked = settings.options.get("calicoMarker") or False
+    if not isinstance(marked, bool):
+        raise InvalidOption(settings, "calicoMarker", marked, "must be true or false")
+    return Settings(settings.count_traffic, tuple(dict.fromkeys(devices)), marked=marked)

@@ -87,6 +87,9 @@ class UserspaceBackend(Backend):
             return address == self._settings.listen
         return node.node_ports_anywhere or address == node.family.loopback
 
+    def needs_interface_addresses(self, family: Family) -> bool:
+        return self._settings.redirects_to_interface(family)
+
     def render(self, update: Update) -> str:
         return render_text(update, self._settings)
 

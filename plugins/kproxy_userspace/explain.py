@@ -29,7 +29,7 @@ from kproxy_core.contract import (
 from kproxy_core.linux.relay.orders import Endpoint
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
-from kproxy_userspace.kernel.portals import bridged_sources, read_portals
+from kproxy_userspace.kernel.portals import bridged_sources, read_portals, unaddressed_interface
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
@@ -86,6 +86,12 @@ def _as_is(
         objects: list[KernelObject] = []
     else:
         port, objects = portals.follow(question)
+        arrives = port and packet.origin is not Origin.NODE
+        if arrives and settings.redirects_to_interface(packet.family) and (
+                name := unaddressed_interface(packet.source)):
+            why = "no IPv4 address to which REDIRECT could send the packet: set bindAddress"
+            objects.append(KernelObject(f"interface {name}", why))
+            return KernelSide(tuple(objects), Fate(Outcome.DROPPED, why))
     relay = relays.get(LocalPort(packet.protocol, port))
     if port and relay is None:
         objects.append(KernelObject("relay", f"port {port}: this process has none"))

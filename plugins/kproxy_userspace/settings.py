@@ -47,6 +47,13 @@ class Settings(NamedTuple):
         """Return `bind` if it is an address of *family*."""
         return self.bind if self.bind is not None and len(self.bind) == family.size else None
 
+    def redirects_to_interface(self, family: Family) -> bool:
+        """Return whether portals send packets to an address of the interface by which they arrive.
+
+        The kernel drops those from an interface without one. In IPv6, each interface has an address.
+        """
+        return family is Family.IPV4 and self.listen is None and self.bind_in(family) is None
+
 
 def read_settings(settings: BackendSettings) -> Settings:
     """Return the options in effect. Raises InvalidOption."""

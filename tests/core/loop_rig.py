@@ -74,7 +74,7 @@ class RecordingBackend(Backend):
         problem = self.problems.pop(0) if self.problems else None
         copy = Update(
             update.family, update.scope, update.node, dict(update.changed), dict(update.plans),
-            update.node_changed,
+            update.node_changed, update.addresses,
         )
         self.updates.append(copy)
         if problem is not None:

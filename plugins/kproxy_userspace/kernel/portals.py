@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from kproxy_core.contract import Address, Family, HostError, SyncFailed, Unsupported
+from kproxy_core.contract import Address, Family, HostError, SyncFailed, Unsupported, family_of
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.addresses import read_route
+from kproxy_core.linux.addresses import interface_name, read_interface_addresses, read_route
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.programs import OwnProcesses
 from kproxy_core.linux.rulesets import ruleset
@@ -65,6 +65,19 @@ def _device(sock: NetlinkSocket, address: Address) -> int:
         return read_route(sock, address).interface
     except OSError:
         return 0
+
+
+def unaddressed_interface(source: Address) -> str:
+    """Return the interface that leads to *source*, if it has no address of that family; "": it has.
+
+    Raises HostError.
+    """
+    family = family_of(source)
+    with doing("read the route to a sender"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        device = _device(sock, source)
+    has_address = any(
+        each.interface == device and each.family == family.af for each in read_interface_addresses())
+    return "" if has_address or not device else interface_name(device)
 
 
 def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bool) -> bool:

@@ -74,6 +74,9 @@ HAZARDS: Mapping[str, tuple[dict[str, Any], str, str]] = {
     "kube-proxy": (
         {"proxies": (Process(7, "kube-proxy"),)}, "second-proxy", "kube-proxy: process 7 (kube-proxy)"),
     "its chains": ({"service_chains": ("ip nat",)}, "second-proxy", "kube-proxy: chain KUBE-SERVICES in"),
+    "Calico without a chain to look for": (
+        {"tables": (TableName("ip", "calico"), TableName("ip6", "calico"))}, "calico",
+        "nft table ip calico and ip6 calico"),
     "hairpin": (links(POD._replace(has_hairpin=False)), "hairpin", "hairpin is off at veth1"),
     "no br_netfilter": (
         {"settings": {name: value for name, value in SETTINGS.items() if "bridge" not in name}},

@@ -252,6 +252,23 @@ def test_a_translation_behind_that_of_the_service_proxy_is_not_met(rig: Rig) -> 
     assert predicted(rig.router) == []
 
 
+@pytest.mark.parametrize(("rules", "chain"), [
+    (at_prerouting("raw", f"ip daddr {DIALLED} tcp dport 80 notrack"), "c"),
+    (f"*raw\n-A PREROUTING -d {DIALLED}/32 -p tcp -m tcp --dport 80 -j NOTRACK\nCOMMIT\n", "PREROUTING"),
+    (f"*raw\n-A PREROUTING -d {DIALLED}/32 -p tcp -m tcp --dport 80 -j CT --notrack\nCOMMIT\n", "PREROUTING"),
+], ids=["nft", "iptables", "target CT"])  # fmt: skip
+def test_an_exemption_from_translation_is_named(rig: Rig, rules: str, chain: str) -> None:
+    """As NodeLocal DNSCache makes it; the packet is sent to the address that was dialled."""
+    set_rules(rig.router, rules)
+    (found,) = predicted(rig.router)
+    assert (found.chain, found.rule, found.is_certain, found.exempts) == (chain, 1, True, True)
+
+
+def test_an_exemption_of_another_port_is_not_met(rig: Rig) -> None:
+    set_rules(rig.router, at_prerouting("raw", f"ip daddr {DIALLED} tcp dport 81 notrack"))
+    assert predicted(rig.router) == []
+
+
 def test_a_ruleset_with_many_ways_ends(rig: Rig) -> None:
     chains = "".join(f"chain c{at} {{ {f'jump c{at + 1}; ' * 9} }};" for at in reversed(range(14)))
     set_rules(

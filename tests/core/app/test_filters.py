@@ -112,6 +112,7 @@ DROP = Drop("inet", "firewalld", "filter_FORWARD", 12, 7, False, None, True, ())
      "rule 12 may drop it; not understood: match x in rule 1 of chain c"),
     ({"doubts": ("a", "b", "c", "d", "e")},
      "rule 12 drops it unless an earlier rule accepts it; not understood: a, b, c and 2 more"),
+    ({"exempts": True}, "rule 12 exempts it from translation: it is not tracked"),
     ({"translates_to": (OWN, 9090)}, "rule 12 translates it to 192.0.2.1:9090"),
     ({"translates_to": (None, None), "is_met": False, "doubts": ("x",)},
      "rule 12 may translate it to another address; not understood: x"),

@@ -82,7 +82,7 @@ WORK = {
     "render": "'rules'", "check_text": "''", "preview": "Preview(0, '')",
     "explain": "[]", "frontends": "[]", "traffic": "[]", "watch": "True",
     "measure": "[]", "close": "None", "retire": "Leftovers()", "reset_connections": "0",
-    "wants_relays": "False", "serves_on_loopback": "False",
+    "wants_relays": "False", "serves_on_loopback": "False", "needs_interface_addresses": "False",
 }
 
 
@@ -129,13 +129,14 @@ WORKING: dict[str, Callable[[BackendInstance], object]] = {
     "reset_connections": lambda instance: instance.reset_connections(Family.IPV4, lambda *pair: True),
     "wants_relays": lambda instance: instance.wants_relays(Family.IPV4, Protocol.TCP),
     "serves_on_loopback": lambda instance: instance.serves_on_loopback(NODE, HERE.address, Protocol.TCP),
+    "needs_interface_addresses": lambda instance: instance.needs_interface_addresses(Family.IPV4),
     "watch": lambda instance: instance.watch(lambda family, what: None),
     "measure": lambda instance: instance.measure(),
     "close": lambda instance: instance.close(),
 }
 HARMLESS: dict[str, object] = {
     "relays": frozenset(), "watch": False, "measure": [], "close": None, "wants_relays": False,
-    "serves_on_loopback": False}
+    "serves_on_loopback": False, "needs_interface_addresses": False}
 """What the core goes on with: nothing depends on these calls."""
 
 RAISED = {

@@ -255,8 +255,22 @@ def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node()
     rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2")))
     (update,) = rig.turn()
     assert update.node.node_port_addresses == addresses("192.0.2.1 192.0.2.2")
-    rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2 10.1.1.2")))
-    assert rig.turn() == [], "no address that serves node ports"
+
+
+def test_addresses_of_a_family_reach_its_backend_alone() -> None:
+    settings = NodeSettings(name="node1", node_ports=cidrs("192.0.2.0/24"))
+    rig = Rig(settings=settings, addresses=addresses("192.0.2.1"))
+    rig.start(WEB)
+    for added, families in (
+        ("10.96.0.1", [V4]), ("fd00:96::1", [Family.IPV6]), ("fe80::1", []), ("127.0.0.2", []),
+    ):  # fmt: skip
+        held = frozenset({*rig.loop.addresses, *addresses(added)})
+        rig.loop.set_addresses(held)
+        updates = rig.turn()
+        assert [(each.family, each.addresses, each.changed) for each in updates] == [
+            (family, held, {}) for family in families]
+    rig.loop.set_addresses(frozenset(addresses("192.0.2.1")))
+    assert [each.family for each in rig.turn()] == list(Family)
 
 
 # Changes in the log

@@ -146,17 +146,17 @@ class Node:
 class Echo:
     """A server that answers with its own address and the client's."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], port: int = PORT) -> None:
         self._poll = selectors.DefaultSelector()
         self._held: list[tuple[socket.socket, bytes, Any]] = []
         self._opened: list[socket.socket] = []
         self._ended = False
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, PORT), family=family, backlog=1024)
+            listener = socket.create_server((address, port), family=family, backlog=1024)
             self._add(listener, self._accept, address)
             datagrams = socket.socket(family, socket.SOCK_DGRAM)
-            datagrams.bind((address, PORT))
+            datagrams.bind((address, port))
             self._add(datagrams, self._answer, address)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -215,9 +215,9 @@ class Echo:
 
 
 @contextmanager
-def echo(where: Namespace, addresses: Sequence[str]) -> Iterator[Echo]:
+def echo(where: Namespace, addresses: Sequence[str], port: int = PORT) -> Iterator[Echo]:
     """Answer at *addresses*, over TCP and UDP."""
-    answering = where.inside(partial(Echo, addresses))
+    answering = where.inside(partial(Echo, addresses, port))
     try:
         yield answering
     finally:

@@ -1,15 +1,25 @@
 """The frontends that programs translate, and those that they leave to the rules."""
 
 import pytest
+from msgspec.structs import replace
 
-from kproxy_conformance.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
+from kproxy_conformance.builders import (
+    addresses,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    full_update,
+    node_view,
+    plans,
+    service,
+)
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Destination, EndpointSlice, Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf.applied import contents
-from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, frontend_key, node_port_key
-from kproxy_ebpf.names import ENDPOINTS
-from kproxy_ebpf.wanted import FrontendElement, Group, node_addresses, wanted
+from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, frontend_key, node_port_key
+from kproxy_ebpf.names import ENDPOINTS, OWN_ADDRESSES
+from kproxy_ebpf.wanted import FrontendElement, Group, node_addresses, of_node, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 REMOTE = "10.244.2.1"
@@ -100,6 +110,13 @@ def test_loopback_serves_node_ports_to_the_node_alone() -> None:
     node = node_view(node_port_addresses="192.0.2.1", anywhere=True)
     values = {key[-4:]: value for key, value in node_addresses(node).items()}
     assert values == {parse_address("192.0.2.1"): b"\0\0\0\0", parse_address("127.0.0.1"): b"\1\0\0\0"}
+
+
+def test_addresses_of_the_node_are_kept_by_family() -> None:
+    held = frozenset(addresses("10.96.0.1 fd00:96::1 192.0.2.1"))
+    for view, own in ((NODE, "10.96.0.1 192.0.2.1"), (node_view(family=Family.IPV6), "fd00:96::1")):
+        update = replace(full_update(view, {}), addresses=held)
+        assert of_node(update)[OWN_ADDRESSES].keys() == {address_key(each) for each in addresses(own)}
 
 
 def test_an_endpoint_is_in_as_many_slots_as_its_weight() -> None:
