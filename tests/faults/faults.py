@@ -125,8 +125,7 @@ FAULTS = (
           ("tests/kit/test_all_checks_can_fail.py::test_scenario_notices_its_sabotage[MasqueradesPods]",)),
     # plugins
     Fault("cleanup-leaves-kube-proxys-table", "plugins/kproxy_nftables/cleanup.py",
-          "return _deleted((TABLE,) if own_only else (TABLE, _KUBE_PROXY_TABLE), dry_run)",
-          "return _deleted((TABLE,), dry_run)",
+          "others = _marker if own_only else partial(_table, KUBE_PROXY_TABLE)", "others = _marker",
           ("tests/leftovers/test_cleanup.py::test_everything_of_kube_proxy_is_removed[nftables]",)),
     Fault("iptables-admits-one-source-range", "plugins/kproxy_iptables/wanted.py",
           'admitted = [f"-s {cidr} {comment} -j {chains.external}" for cidr in plan.source_ranges]',

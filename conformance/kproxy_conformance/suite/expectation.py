@@ -24,7 +24,10 @@ Attempts = Sequence[tuple[str | None, Outcome]]
 Remembered = dict[str, dict[str | None, str]]
 """By name, the endpoint that each source reached."""
 
-_ANY_OF = {"unanswered": {DROPPED, REFUSED, UNREACHABLE, RESET, BROKEN}}
+_ANY_OF = {
+    "unanswered": {DROPPED, REFUSED, UNREACHABLE, RESET, BROKEN},
+    "broken": {RESET, BROKEN},
+}
 
 
 class Expectation:
