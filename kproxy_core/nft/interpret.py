@@ -12,7 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Looked, Met, Ran, Ruleset, run
+from kproxy_core.nft.expressions import (
+    CERTAIN,
+    HOOKS,
+    Around,
+    BaseChain,
+    Branch,
+    HeldSet,
+    Looked,
+    Met,
+    Prepared,
+    Ruleset,
+    Run,
+    prepare,
+    run,
+)
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -100,23 +114,77 @@ class Result(NamedTuple):
     """In the order of the rules. They exclude each other."""
     looked: tuple[Looked, ...]
     """The keys that rules have looked up, whether they apply or not."""
-    rules: frozenset[Place]
-    """Those that the packet meets, whether they apply or not."""
     unread: tuple[BaseChain, ...]
     """Chains that the packet may meet and that are not followed."""
 
 
-def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
-    """Return what becomes of *seen*, the first packet of a connection. Raises OSError.
+class Limits(NamedTuple):
+    """What a packet may meet. The defaults are for the chains of any program."""
 
-    It begins where it arrives, or where the node sends it.
-    """
-    way = Way(ruleset, node)
-    way.run(Branch(seen, CERTAIN))
-    family = seen.packet.family.ip
-    return Result(way.ends, tuple(way.looked), frozenset(way.rules), tuple(
-        each for each in ruleset.base_chains() if each.family in ("netdev", "bridge") or (
-            each.family in ("inet", family) and each.hook not in HOOKS)))
+    rules: int = 50_000
+    """Chains may be reached on many ways."""
+    numbers: int = 4096
+    """Of those that one statement draws at random. Each is followed by itself."""
+
+
+OF_ANY_PROGRAM: Final = Limits()
+
+
+class Program:
+    """A ruleset that is prepared for many packets: each rule is read once, when a packet first meets it."""
+
+    def __init__(self, ruleset: Ruleset, limits: Limits = OF_ANY_PROGRAM) -> None:
+        self.limits = limits
+        self._ruleset = ruleset
+        self._rules: dict[tuple[str, str, str], list[Prepared]] = {}
+        self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
+        self._chains: dict[tuple[str, str], list[BaseChain]] = {}
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        return self._ruleset.base_chains()
+
+    def chains_at(self, hook: str, family: str) -> list[BaseChain]:
+        """Return the base chains that packets of a family meet at *hook*, in their order. Raises OSError."""
+        if (found := self._chains.get((hook, family))) is None:
+            # Of chains with the same priority, the last one made is the first one met.
+            found = sorted(
+                (chain for chain in reversed(self._ruleset.base_chains())
+                 if chain.hook == hook and chain.family in ("inet", family)),
+                key=lambda chain: chain.priority)
+            self._chains[hook, family] = found
+        return found
+
+    def prepared(self, family: str, table: str, chain: str) -> list[Prepared]:
+        """Return the rules of a chain. Raises OSError."""
+        key = family, table, chain
+        if (found := self._rules.get(key)) is None:
+            found = self._rules[key] = [
+                prepare(Place(*key, number, rule.handle), rule.expressions)
+                for number, rule in enumerate(self._ruleset.rules(*key), 1)]
+        return found
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        key = family, table, name
+        if key not in self._sets:
+            self._sets[key] = self._ruleset.held_set(*key)
+        return self._sets[key]
+
+    def interpret(self, seen: Seen, node: Node) -> Result:
+        """Return what becomes of *seen*, the first packet of a connection. Raises OSError.
+
+        It begins where it arrives, or where the node sends it.
+        """
+        way = Way(self, node)
+        way.run(Branch(seen, CERTAIN))
+        family = seen.packet.family.ip
+        return Result(way.ends, tuple(way.looked), tuple(
+            each for each in self.base_chains() if each.family in ("netdev", "bridge") or (
+                each.family in ("inet", family) and each.hook not in HOOKS)))
+
+
+def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
+    """Return what becomes of one packet, as `Program.interpret` does. Raises OSError."""
+    return Program(ruleset).interpret(seen, node)
 
 
 # Hooks.
@@ -126,9 +194,6 @@ DSTNAT, SRCNAT, CONNTRACK = -100, 100, -200
 _SOURCE_HOOKS: Final = ("input", "postrouting")
 """Hooks at which chains of type nat translate the source."""
 _IS_LOCAL: Final = (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST)
-
-_MOST_RULES = 50_000
-"""Rules that one packet may meet: chains may be reached on many ways."""
 
 _Filter = Callable[[BaseChain], bool]
 _Step = Callable[[list[Branch]], list[Branch]]
@@ -142,10 +207,10 @@ class Way:
     """
 
     def __init__(
-        self, ruleset: Ruleset, node: Node, follows: _Filter = lambda chain: True,
+        self, program: Program, node: Node, follows: _Filter = lambda chain: True,
         follows_jump: Callable[[str], bool] = lambda chain: True,
     ) -> None:
-        self.ruleset = ruleset
+        self._program = program
         self.node = node
         self._ends: dict[tuple[Fate, str, Place | None, Seen], End] = {}
         self._follows = follows
@@ -154,8 +219,8 @@ class Way:
         self._met = 0
         self.looked: dict[Looked, None] = {}
         """The keys that rules have looked up, in their order."""
-        self.rules: set[Place] = set()
-        """The rules that packets have met."""
+        self._changes = 0
+        """Rules that have changed packets, or that end in several ways."""
 
     @property
     def ends(self) -> tuple[End, ...]:
@@ -234,11 +299,7 @@ class Way:
         if not branches:
             return []
         family = branches[0].seen.packet.family.ip
-        # Of chains with the same priority, the last one made is the first one met.
-        chains = [
-            chain for chain in reversed(self.ruleset.base_chains())
-            if chain.hook == hook and chain.family in ("inet", family)]
-        chains.sort(key=lambda chain: chain.priority)
+        chains = self._program.chains_at(hook, family)
         nat = [chain for chain in chains if chain.type == "nat"]
         steps: dict[int, _Step] = {
             SRCNAT if hook in _SOURCE_HOOKS else DSTNAT: partial(self._translated, hook, nat)}
@@ -270,7 +331,7 @@ class Way:
 
     def _base(self, chain: BaseChain, branches: list[Branch]) -> list[Branch]:
         found = self._through(chain, branches) if branches else []
-        if chain.type != "route":
+        if chain.type != "route" or not found:
             return found
         before = {(each.seen.mark, each.seen.packet) for each in branches}
         changed = [each for each in found if (each.seen.mark, each.seen.packet) not in before]
@@ -305,83 +366,102 @@ class Way:
     def _through(self, base: BaseChain, branches: list[Branch]) -> list[Branch]:
         """Return the packets that a base chain lets pass."""
         accepted: list[Branch] = []
-        rest = self._chain(base, base.name, branches, accepted)
+        before = self._changes
+        around = Around(self._program.held_set, self.node, base, self._program.limits.numbers)
+        rest = self._chain(around, base.name, branches, accepted)
         if base.drops_by_policy:
             place = Place(base.family, base.table, base.name, None, 0)
             for branch in rest:
                 self._end(Fate.DROPPED, base.hook, place, base.packets, branch)
             rest = []
-        return _joined([*accepted, *rest])
+        return self._joined_since(before, accepted, rest)
+
+    def _joined_since(self, before: int, one: list[Branch], other: list[Branch]) -> list[Branch]:
+        """Return *one* and *other*, which can have the same packets only if rules have changed some."""
+        found = [*one, *other]
+        return found if self._changes == before else _joined(found)
 
     def _chain(
-        self, base: BaseChain, name: str, branches: Sequence[Branch], accepted: list[Branch],
+        self, around: Around, name: str, branches: list[Branch], accepted: list[Branch],
     ) -> list[Branch]:
-        """Return the packets that leave a chain at its end or by "return", and add those *accepted*."""
-        current = list(branches)
+        """Return the packets that leave a chain at its end or by "return", and add those *accepted*.
+
+        No two of *branches* are the same packet.
+        """
+        base, most = around.base, self._program.limits.rules
+        current = branches
         behind: list[Branch] = []
-        for number, rule in enumerate(self.ruleset.rules(base.family, base.table, name), 1):
+        at_first = self._changes
+        for rule in self._program.prepared(base.family, base.table, name):
             if not current:
                 break
-            place = Place(base.family, base.table, name, number, rule.handle)
+            before = self._changes
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}
-            self.rules.add(place)
             for branch in current:
                 self._met += 1
-                if self._met > _MOST_RULES:
+                if self._met > most:
                     return self._give_up(base, branch)
-                for verdict, ran in run(self.ruleset, self.node, base, place, rule.expressions, branch):
-                    self.looked.update(dict.fromkeys(ran.looked))
-                    noted = ran._replace(branch=_with_exemption(ran.branch, place))
-                    self._apply(base, place, verdict, noted, onwards, behind, accepted, leads)
+                ways = run(around, rule, branch)
+                for way in ways:
+                    if way.looked:
+                        self.looked.update(dict.fromkeys(way.looked))
+                    verdict, after = way.verdict, way.branch
+                    if len(ways) > 1 or after.seen is not branch.seen:
+                        self._changes += 1
+                    if verdict.code in _ONWARDS:
+                        onwards.append(after)
+                    elif verdict.code in _LEADS:
+                        leads.setdefault(verdict, []).append(after)
+                    elif verdict.code == NFT_RETURN:
+                        behind.append(after)
+                    else:
+                        self._decide(base, rule.place, way, accepted)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
                     fallen = self._as_served(found) if base.type == "nat" else found
                     accepted += [each for each in fallen if _is_translated(each.seen)]
                     fallen = [each for each in fallen if not _is_translated(each.seen)]
+                    self._changes += 1
                 else:
-                    fallen = self._chain(base, verdict.chain, _joined(found), accepted)
+                    entering = self._joined_since(before, found, [])
+                    fallen = self._chain(around, verdict.chain, entering, accepted)
                 (onwards if verdict.code == NFT_JUMP else behind).extend(fallen)
-            current = _joined(onwards)
-        return _joined([*behind, *current])
+            current = self._joined_since(before, onwards, [])
+        return self._joined_since(at_first, behind, current)
 
     def _give_up(self, base: BaseChain, branch: Branch) -> list[Branch]:
         """End the way of packets that meet too many rules."""
-        if self._met == _MOST_RULES + 1:
-            much = branch.chance.given(f"more than {_MOST_RULES:,} rules", matched=True)
+        most = self._program.limits.rules
+        if self._met == most + 1:
+            much = branch.chance.given(f"more than {most:,} rules", matched=True)
             place = Place(base.family, base.table, base.name, None, 0)
             self._end(Fate.UNKNOWN, base.hook, place, None, branch._replace(chance=much))
         return []
 
-    def _apply(
-        self, base: BaseChain, place: Place, verdict: Verdict, ran: Ran, onwards: list[Branch],
-        behind: list[Branch], accepted: list[Branch], leads: dict[Verdict, list[Branch]],
-    ) -> None:
-        branch, code = ran.branch, verdict.code
-        if code in (NFT_CONTINUE, NFT_BREAK):
-            onwards.append(branch)
-        elif code in (NFT_JUMP, NFT_GOTO):
-            leads.setdefault(verdict, []).append(branch)
-        elif code == NFT_RETURN:
-            behind.append(branch)
-        elif code & 0xFF == NF_ACCEPT and code > 0:
+    def _decide(self, base: BaseChain, place: Place, way: Run, accepted: list[Branch]) -> None:
+        """End the way of a packet by a verdict, or add it to those *accepted*."""
+        branch, code = way.branch, way.verdict.code
+        if code & 0xFF == NF_ACCEPT and code > 0:
             accepted.append(branch)
         elif code & 0xFF == NF_QUEUE and code > 0:
             answers = [branch._replace(chance=branch.chance.given("queue", place, matched=is_kept))
                        for is_kept in (True, False)]
-            self._end(Fate.QUEUED, base.hook, place, ran.packets, answers[0])
+            self._end(Fate.QUEUED, base.hook, place, way.packets, answers[0])
             accepted.append(answers[1])
         else:
             fate = _FATES.get(code if code < 0 else code & 0xFF, Fate.UNKNOWN)
-            fate = Fate.REJECTED if ran.rejects and fate is Fate.DROPPED else fate
-            self._end(fate, base.hook, place, ran.packets, branch)
+            fate = Fate.REJECTED if way.rejects and fate is Fate.DROPPED else fate
+            self._end(fate, base.hook, place, way.packets, branch)
 
 
+_ONWARDS: Final = (NFT_CONTINUE, NFT_BREAK)
+_LEADS: Final = (NFT_JUMP, NFT_GOTO)
 _FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, UNKNOWN: Fate.UNKNOWN}
 
 
 def _route(seen: Seen, node: Node) -> Route | None:
-    destination = seen.packet.flow.destination
+    destination = seen.packet.destination
     return None if destination is None else node.route(destination, seen.mark)
 
 
@@ -434,14 +514,6 @@ def track(seen: Seen) -> Seen:
     return seen._replace(tracking=Tracking.TRACKED, connection=connection)
 
 
-def _with_exemption(branch: Branch, place: Place) -> Branch:
-    """Note the rule by which a packet is not tracked."""
-    seen = branch.seen
-    if seen.tracking is not Tracking.UNTRACKED or seen.untracked_by is not None:
-        return branch
-    return branch._replace(seen=seen._replace(untracked_by=place))
-
-
 def _may_be_translated(seen: Seen, bit: Status) -> bool:
     return seen.connection is not None and not seen.connection.status & bit
 
@@ -455,12 +527,16 @@ def _decided(seen: Seen, bit: Status) -> Seen:
     connection = seen.connection
     if connection is None:
         return seen
-    flow, reply = seen.packet.flow, connection.reply
+    packet, reply = seen.packet, connection.reply
+    flow = old = None
     if bit is Status.DST_NAT_DONE and connection.status & Status.DST_NAT:
-        flow = flow._replace(destination=reply.source, port=reply.source_port)
+        old = packet.flow
+        flow = old._replace(destination=reply.source, port=reply.source_port)
     if bit is Status.SRC_NAT_DONE and connection.status & Status.SRC_NAT:
-        flow = flow._replace(source=reply.destination, source_port=reply.port)
-    packet = seen.packet if flow == seen.packet.flow else seen.packet.with_flow(flow)
+        old = packet.flow
+        flow = old._replace(source=reply.destination, source_port=reply.port)
+    if flow is not None and flow != old:
+        packet = packet.with_flow(flow)
     return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
 
 

@@ -85,6 +85,10 @@ class Packet(NamedTuple):
             _number(self.transport[:2]), _number(self.transport[2:4]))
 
     @property
+    def destination(self) -> Address | None:
+        return _address(self.network[self.addresses_at + self.family.size :])
+
+    @property
     def addresses_at(self) -> int:
         """The position of the addresses in the network's header."""
         return 12 if self.family is Family.IPV4 else 8
@@ -157,6 +161,8 @@ class Tracking(enum.Enum):
     """A rule has said how to track it."""
     UNTRACKED = "untracked"
     TRACKED = "tracked"
+
+    __hash__ = object.__hash__  # Enum's is a Python function.
 
 
 class Status(enum.IntEnum):
