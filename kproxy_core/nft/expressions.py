@@ -292,6 +292,10 @@ class Branch(NamedTuple):
     met: tuple[Met, ...] = ()
     """In their order."""
 
+    def of(self, seen: Seen) -> "Branch":
+        """Return the way with another packet."""
+        return Branch(seen, self.chance, self.met)
+
 
 # One rule.
 
@@ -502,10 +506,6 @@ class Run:
 
     def _meta(self, found: Attributes) -> Sequence["Run"]:
         key, seen, sight = _u32(found[2]), self.seen, self._sight
-        if 3 in found:
-            if key == _META_MARK:
-                self.seen = seen._replace(mark=self._number(found[3]))
-            return ()
         if key in (10, 11) and not (seen.is_from_node and sight.hook in ("output", "postrouting")):
             return self._decide(False)  # No socket has sent it.
         register, packet = found[1], seen.packet
@@ -513,30 +513,19 @@ class Run:
         value: Bytes | bytes | None = None
         if key == 1:
             value = b"\x08\x00" if packet.family is Family.IPV4 else b"\x86\xdd"
-        elif key == _META_MARK:
-            value = _host(seen.mark)
         elif key in (4, 6):
             value = sight.arrived_by and _interface(sight.arrived_by, size)
         elif key in (5, 7):
             value = sight.leaves_by and _interface(sight.leaves_by, size)
         elif key == 15:
             value = bytes([packet.family.af])
-        elif key == 16:
-            value = bytes([packet.protocol])
         elif key == 19 and (kind := xt.packet_type(sight)) is not None:
             value = bytes([kind])
         self._store(register, (name,) * size if value is None else value)
         return ()
 
     def _ct(self, found: Attributes) -> Sequence["Run"]:
-        key = _u32(found[2])
-        if 4 in found:
-            self._set_ct(key, found[4])
-            return ()
-        connection, register = self.seen.connection, found[1]
-        if key == 0:
-            self._store(register, _host(self._sight.state(_CT_STATES)))
-            return ()
+        key, connection, register = _u32(found[2]), self.seen.connection, found[1]
         if self.seen.tracking is Tracking.TEMPLATE:
             raise _NotKnown("ct template")
         if connection is None:
@@ -821,14 +810,6 @@ class Run:
 
     # Translations.
 
-    def _nat(self, found: Attributes) -> Sequence["Run"]:
-        first, last = (self._address(found.get(kind)) for kind in (3, 4))
-        ports, are_known = self._port_range(found.get(5), found.get(6))
-        is_known = are_known and not (3 in found and first is None)
-        translation = Translation(
-            _u32(found[1]) == 0, first, last, ports, _u32(found.get(7, b"")), is_known)
-        return self._translate(translation)
-
     def _masquerade(self, found: Attributes) -> Sequence["Run"]:
         ports, _ = self._port_range(found.get(2), found.get(3))
         translation = Translation(True, None, None, ports, _u32(found.get(1, b"")))
@@ -839,12 +820,6 @@ class Run:
         translation = Translation(False, None, None, ports, _u32(found.get(3, b"")))
         redirected = xt.redirected(self._sight, translation)
         return self._translate(redirected._replace(is_known=redirected.is_known and are_known))
-
-    def _address(self, register: bytes | None) -> Address | None:
-        if register is None:
-            return None
-        found = known_bytes(self._load(register, self.seen.packet.family.size))
-        return None if found is None else Address(found)
 
     def _port_range(self, first: bytes | None, last: bytes | None) -> tuple[tuple[int, int] | None, bool]:
         if first is None:
@@ -885,7 +860,7 @@ class Run:
 
 
 _UNWRITTEN: Final[Bytes] = ("an unwritten register",) * 4
-_META_MARK: Final = 3
+_META_MARK, _META_PROTOCOL, _CT_STATE = 3, 16, 0
 _META_NAMES: Final = {
     0: ("meta length", 4), 1: ("meta protocol", 2), 2: ("meta priority", 4), 3: ("meta mark", 4),
     4: ("meta iif", 4), 5: ("meta oif", 4), 6: ("meta iifname", 16), 7: ("meta oifname", 16),
@@ -897,7 +872,6 @@ _META_NAMES: Final = {
     31: ("meta day", 1), 32: ("meta hour", 4), 33: ("meta sdif", 4), 34: ("meta sdifname", 16),
 }  # fmt: skip
 """Names and sizes by NFT_META_*."""
-_CT_STATES: Final = xt.StateBits(1, 8, 64)
 _CT_NAMES: Final = {
     4: "ct secmark", 5: "ct expiration", 6: "ct helper", 14: "ct packets", 15: "ct bytes", 16: "ct avgpkt",
     18: "ct event", 23: "ct id",
@@ -915,10 +889,10 @@ _WITHOUT_EFFECT: Final = frozenset({"log", "last", "dup"})
 """Expressions that neither match nor end the packet."""
 
 _STEPS: Final[dict[str, Callable[[Run, Attributes], Sequence[Run] | None]]] = {
-    "meta": Run._meta, "ct": Run._ct, "fib": Run._fib, "numgen": Run._numgen, "hash": Run._hash,
+    "fib": Run._fib, "numgen": Run._numgen, "hash": Run._hash,
     "exthdr": Run._exthdr, "rt": Run._route, "byteorder": Run._byteorder, "range": Run._range,
     "dynset": Run._add_to_set, "reject": Run._reject, "queue": Run._queue, "synproxy": Run._synproxy,
-    "objref": Run._object, "notrack": Run._notrack, "nat": Run._nat, "masq": Run._masquerade,
+    "objref": Run._object, "notrack": Run._notrack, "masq": Run._masquerade,
     "redir": Run._redirect, "match": Run._match, "target": Run._target,
     "flow_offload": lambda run, found: run._decide(False),  # Only for connections that are established.
     **{name: partial(Run._depend, name) for name in (*_LIMITS, "socket", "osf", "tproxy")},
@@ -1021,6 +995,50 @@ def _lookup(found: Attributes) -> _Execute:
     return lambda run: run._look_up(name, register, result, inverted=inverted)
 
 
+def _meta(found: Attributes) -> _Execute:
+    key = _u32(found[2])
+    if 3 in found:
+        register = found[3]
+
+        def write(run: Run) -> None:
+            if key == _META_MARK:
+                run.seen = run.seen._replace(mark=run._number(register))
+
+        return write
+    word = _word(found[1], 4)
+    if key == _META_MARK:
+        return lambda run: run._put(word, _host(run.seen.mark))
+    if key == _META_PROTOCOL:
+        return lambda run: run._put(word, (run.seen.packet.protocol,))
+    return lambda run: run._meta(found)
+
+
+def _ct(found: Attributes) -> _Execute:
+    key = _u32(found[2])
+    if 4 in found:
+        written = found[4]
+        return lambda run: run._set_ct(key, written)
+    if key != _CT_STATE:
+        return lambda run: run._ct(found)
+    word = _word(found[1], 4)
+    return lambda run: run._put(word, _TRACKED[run.seen.tracking])
+
+
+def _nat(found: Attributes) -> _Execute:
+    is_source, flags = _u32(found[1]) == 0, _u32(found.get(7, b""))
+    first, last = found.get(3), found.get(4, found.get(3))
+
+    def translate(run: Run) -> Sequence[Run]:
+        size = run.seen.packet.family.size
+        low, high = (each and known_bytes(run._load(each, size)) for each in (first, last))
+        ports, are_known = run._port_range(found.get(5), found.get(6))
+        return run._translate(Translation(
+            is_source, low and Address(low), high and Address(high), ports, flags,
+            are_known and (first is None or low is not None)))
+
+    return translate
+
+
 def _counter(found: Attributes) -> _Execute:
     packets = _u32(found.get(2, b""))
 
@@ -1032,7 +1050,7 @@ def _counter(found: Attributes) -> _Execute:
 
 _READERS: Final[dict[str, Callable[[Attributes], _Execute]]] = {
     "payload": _payload, "bitwise": _bitwise, "cmp": _cmp, "immediate": _immediate, "lookup": _lookup,
-    "counter": _counter,
+    "counter": _counter, "meta": _meta, "ct": _ct, "nat": _nat,
 }  # fmt: skip
 _EQUALITY: Final = (0, 1)
 """NFT_CMP_EQ and NFT_CMP_NEQ."""
@@ -1042,8 +1060,14 @@ def _u32(value: bytes) -> int:
     return int.from_bytes(value, "big")
 
 
+@lru_cache(maxsize=4096)
 def _host(value: Number) -> Bytes:
     return (value,) * 4 if isinstance(value, str) else tuple(value.to_bytes(4, sys.byteorder))
+
+
+_TRACKED: Final[dict[Tracking, Bytes]] = {
+    each: _host(xt.StateBits(1, 8, 64).of(each)) for each in Tracking}
+"""The bit of a connection's state (NF_CT_STATE_*)."""
 
 
 def _interface(interface: Interface, size: int) -> Bytes:

@@ -229,7 +229,7 @@ class Way:
 
     def run(self, first: Branch) -> None:
         if not first.seen.is_from_node:
-            arrived = [first._replace(seen=first.seen._replace(output=NO_INTERFACE))]
+            arrived = [first.of(first.seen._replace(output=NO_INTERFACE))]
             self._received(self.hook("prerouting", arrived))
             return
         routed = [_leaving(branch) for branch in self._routed([first])]
@@ -239,7 +239,7 @@ class Way:
             output = branch.seen.output
             to_itself, sent = _either_way(branch) if output is None else (branch, branch)
             if output is None or output == LOOPBACK:
-                looped.append(to_itself._replace(seen=_looped(branch.seen)))
+                looped.append(to_itself.of(_looped(branch.seen)))
             if output != LOOPBACK:
                 self._end(Fate.SENT, "postrouting", None, None, sent)
         # They keep the route that they were sent by.
@@ -253,11 +253,11 @@ class Way:
             if route is None:
                 own, other = _either_way(branch)
                 local.append(own)
-                onwards.append(other._replace(seen=other.seen._replace(output=None)))
+                onwards.append(other.of(other.seen._replace(output=None)))
             elif route.type in _IS_LOCAL:
                 local.append(branch)
             elif route.type == RTN_UNICAST:
-                onwards.append(branch._replace(seen=branch.seen._replace(output=route.output)))
+                onwards.append(branch.of(branch.seen._replace(output=route.output)))
             else:
                 self._end(Fate.UNROUTABLE, "prerouting", None, None, branch)
         self._deliver(local)
@@ -275,9 +275,9 @@ class Way:
             route = _route(branch.seen, self.node)
             if route is None or route.type == RTN_UNICAST:
                 rerouted = None if route is None else route.output
-                found.append(branch._replace(seen=branch.seen._replace(rerouted=rerouted)))
+                found.append(branch.of(branch.seen._replace(rerouted=rerouted)))
             elif route.type in _IS_LOCAL:
-                found.append(branch._replace(seen=branch.seen._replace(rerouted=LOOPBACK)))
+                found.append(branch.of(branch.seen._replace(rerouted=LOOPBACK)))
             else:
                 self._end(Fate.UNROUTABLE, "output", None, None, branch)
         return found
@@ -346,20 +346,18 @@ class Way:
         finished: list[Branch] = []
         current = branches
         for chain in chains:
-            finished += [each for each in current if not _may_be_translated(each.seen, bit)]
-            current = [each for each in current if _may_be_translated(each.seen, bit)]
+            current = _translatable(current, bit, finished)
             if current:
                 current = self._through(chain, current) if self._follows(chain) else self._as_served(current)
-        finished += [each for each in current if not _may_be_translated(each.seen, bit)]
-        rest = self._as_served([each for each in current if _may_be_translated(each.seen, bit)])
-        passed = [branch._replace(seen=_decided(branch.seen, bit)) for branch in (*finished, *rest)]
+        rest = self._as_served(_translatable(current, bit, finished))
+        passed = [branch.of(_decided(branch.seen, bit)) for branch in (*finished, *rest)]
         if hook != "output":
             return passed
         changed = [each for each in passed if _has_other_destination(each.seen)]
         return [*(each for each in passed if not _has_other_destination(each.seen)), *self._routed(changed)]
 
     def _as_served(self, branches: Iterable[Branch]) -> list[Branch]:
-        return [branch._replace(seen=self._translate(branch.seen)) for branch in branches]
+        return [branch.of(self._translate(branch.seen)) for branch in branches]
 
     # Chains.
 
@@ -476,8 +474,7 @@ def _leaving(branch: Branch) -> Branch:
     """Return a packet of the node behind hook ``output``, within which its interface stays the same."""
     if branch.seen.rerouted == NO_INTERFACE:
         return branch
-    return branch._replace(
-        seen=branch.seen._replace(output=branch.seen.rerouted, rerouted=NO_INTERFACE))
+    return branch.of(branch.seen._replace(output=branch.seen.rerouted, rerouted=NO_INTERFACE))
 
 
 def _has_other_destination(seen: Seen) -> bool:
@@ -500,7 +497,7 @@ def _tracked(branches: list[Branch]) -> list[Branch]:
         if not branch.seen.packet.is_sound:  # A wrong checksum makes it invalid, if it is looked at.
             found.append(branch._replace(chance=chance.given("the checksum", matched=False)))
             chance = chance.given("the checksum", matched=True)
-        found.append(branch._replace(seen=track(branch.seen), chance=chance))
+        found.append(Branch(track(branch.seen), chance, branch.met))
     return found
 
 
@@ -514,8 +511,13 @@ def track(seen: Seen) -> Seen:
     return seen._replace(tracking=Tracking.TRACKED, connection=connection)
 
 
-def _may_be_translated(seen: Seen, bit: Status) -> bool:
-    return seen.connection is not None and not seen.connection.status & bit
+def _translatable(branches: Iterable[Branch], bit: Status, finished: list[Branch]) -> list[Branch]:
+    """Return the packets of which the translation is not decided yet, and add the others to *finished*."""
+    found = []
+    for branch in branches:
+        connection = branch.seen.connection
+        (finished if connection is None or connection.status & bit else found).append(branch)
+    return found
 
 
 def _is_translated(seen: Seen) -> bool:
@@ -528,15 +530,14 @@ def _decided(seen: Seen, bit: Status) -> Seen:
     if connection is None:
         return seen
     packet, reply = seen.packet, connection.reply
-    flow = old = None
-    if bit is Status.DST_NAT_DONE and connection.status & Status.DST_NAT:
-        old = packet.flow
-        flow = old._replace(destination=reply.source, port=reply.source_port)
-    if bit is Status.SRC_NAT_DONE and connection.status & Status.SRC_NAT:
-        old = packet.flow
-        flow = old._replace(source=reply.destination, source_port=reply.port)
-    if flow is not None and flow != old:
-        packet = packet.with_flow(flow)
+    if connection.status & (Status.DST_NAT if bit is Status.DST_NAT_DONE else Status.SRC_NAT):
+        flow = packet.flow
+        wanted = flow._replace(destination=reply.source, port=reply.source_port) if (
+            bit is Status.DST_NAT_DONE) else flow._replace(
+            source=reply.destination, source_port=reply.port)
+        packet = packet if wanted == flow else packet.with_flow(wanted)
+    if packet is seen.packet and connection.status & bit:
+        return seen
     return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
 
 

@@ -35,7 +35,8 @@ class Flow(NamedTuple):
     port: int | None
 
     def reversed(self) -> "Flow":
-        return Flow(self.destination, self.source, self.port, self.source_port)
+        source, destination, source_port, port = self
+        return Flow(destination, source, port, source_port)
 
 
 _TCP, _UDP = 6, 17
@@ -79,10 +80,11 @@ class Packet(NamedTuple):
 
     @property
     def flow(self) -> Flow:
-        size, at = self.family.size, self.addresses_at
+        size, at, network, transport = self.family.size, self.addresses_at, self.network, self.transport
         return Flow(
-            _address(self.network[at : at + size]), _address(self.network[at + size : at + 2 * size]),
-            _number(self.transport[:2]), _number(self.transport[2:4]))
+            known_bytes(network[at : at + size]),  # type: ignore[arg-type]
+            known_bytes(network[at + size :]),  # type: ignore[arg-type]
+            _number(transport[:2]), _number(transport[2:4]))
 
     @property
     def destination(self) -> Address | None:
@@ -104,8 +106,9 @@ class Packet(NamedTuple):
             *_known(flow.source, size, "source address"),
             *_known(flow.destination, size, "destination address"))
         ports = (*_port(flow.source_port, "source port"), *_port(flow.port, "destination port"))
-        return self._replace(
-            network=(*self.network[:at], *addresses), transport=(*ports, *self.transport[4:]))
+        return Packet(
+            self.family, self.protocol, (*self.network[:at], *addresses), (*ports, *self.transport[4:]),
+            self.is_sound)
 
     def load(self, base: int, offset: int, size: int) -> Bytes:
         """Return bytes from a header on: 1 of the network's, 2 of the transport's (NFT_PAYLOAD_*)."""
@@ -141,6 +144,8 @@ def _address(value: Bytes) -> Address | None:
 
 
 def _number(value: Bytes) -> int | None:
+    if len(value) == 2 and type(value[0]) is type(value[1]) is int:  # Most numbers.
+        return value[0] << 8 | value[1]
     found = known_bytes(value)
     return None if found is None else int.from_bytes(found, "big")
 
@@ -297,13 +302,14 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
     for choice in choices:
         new = _new_port(translation, port)
         changed = _with_end(flow, choice, new, is_source=translation.is_source)
-        on_the_wire = _with_end(written, choice, new, is_source=translation.is_source)
+        on_the_wire = changed if written == flow else _with_end(
+            written, choice, new, is_source=translation.is_source)
         status = connection.status | done(is_source=translation.is_source)
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
         by = connection.translated_by if translation.is_source else place
         after = seen._replace(
-            packet=seen.packet.with_flow(on_the_wire),
+            packet=seen.packet if on_the_wire == written else seen.packet.with_flow(on_the_wire),
             connection=connection._replace(
                 status=status, reply=changed.reversed(), translated_by=by))
         found.append((after, 1 / len(choices)))
@@ -312,8 +318,8 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
 
 def _with_end(flow: Flow, address: Address | None, port: int | None, *, is_source: bool) -> Flow:
     if is_source:
-        return flow._replace(source=address, source_port=port)
-    return flow._replace(destination=address, port=port)
+        return Flow(address, flow.destination, port, flow.port)
+    return Flow(flow.source, address, flow.source_port, port)
 
 
 def done(*, is_source: bool) -> Status:
