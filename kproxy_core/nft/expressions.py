@@ -345,9 +345,9 @@ def run(around: Around, rule: Prepared, branch: Branch) -> list["Run"]:
     seen, chance, known = branch
     run = Run(around, place, seen, chance)
     open_: list[tuple[int, Run]] = []
-    found, at = [], 0
+    found, at, count = [], 0, len(steps)
     while True:
-        while at < len(steps) and run.verdict.code == NFT_CONTINUE:
+        while at < count and (run.verdict is _CONTINUE or run.verdict.code == NFT_CONTINUE):
             name, step = steps[at]
             at += 1
             try:
@@ -824,7 +824,8 @@ class Run:
     def _port_range(self, first: bytes | None, last: bytes | None) -> tuple[tuple[int, int] | None, bool]:
         if first is None:
             return None, True
-        low, high = (known_bytes(self._load(each, 2)) for each in (first, last or first))
+        low = known_bytes(self._load(first, 2))
+        high = low if last in (None, first) else known_bytes(self._load(last, 2))
         if low is None or high is None:
             return None, False
         return (int.from_bytes(low, "big"), int.from_bytes(high, "big")), True
@@ -932,7 +933,8 @@ def _payload(found: Attributes) -> _Execute:
         else:
             run._put(word, run.seen.packet.load(base, offset, size))
 
-    return load
+    return load if base != 1 or offset + size > _SHORTEST else lambda run: run._put(
+        word, run.seen.packet.network[offset : offset + size])
 
 
 def _bitwise(found: Attributes) -> _Execute:
@@ -1030,7 +1032,8 @@ def _nat(found: Attributes) -> _Execute:
 
     def translate(run: Run) -> Sequence[Run]:
         size = run.seen.packet.family.size
-        low, high = (each and known_bytes(run._load(each, size)) for each in (first, last))
+        low = None if first is None else known_bytes(run._load(first, size))
+        high = low if last == first else (None if last is None else known_bytes(run._load(last, size)))
         ports, are_known = run._port_range(found.get(5), found.get(6))
         return run._translate(Translation(
             is_source, low and Address(low), high and Address(high), ports, flags,
@@ -1052,6 +1055,8 @@ _READERS: Final[dict[str, Callable[[Attributes], _Execute]]] = {
     "payload": _payload, "bitwise": _bitwise, "cmp": _cmp, "immediate": _immediate, "lookup": _lookup,
     "counter": _counter, "meta": _meta, "ct": _ct, "nat": _nat,
 }  # fmt: skip
+_SHORTEST: Final = 20
+"""Bytes of a network's header at least."""
 _EQUALITY: Final = (0, 1)
 """NFT_CMP_EQ and NFT_CMP_NEQ."""
 
@@ -1089,9 +1094,12 @@ def _data(value: bytes) -> bytes:
 def _compared(how: int, value: Bytes, wanted: bytes) -> Answer:
     """Compare as NFT_CMP_* *how* says: equal, not equal, less, at most, more, at least."""
     if how < 2:
+        known = known_bytes(value)
+        if known is not None:
+            return (known == wanted) is (how == 0)
         if any(isinstance(one, int) and one != other for one, other in zip(value, wanted, strict=True)):
             return how == 1
-        return how == 0 if known_bytes(value) is not None else Depends(_why(value))
+        return Depends(_why(value))
     order = 0
     for one, other in zip(value, wanted, strict=True):
         if isinstance(one, str):

@@ -376,8 +376,8 @@ class Way:
 
     def _joined_since(self, before: int, one: list[Branch], other: list[Branch]) -> list[Branch]:
         """Return *one* and *other*, which can have the same packets only if rules have changed some."""
-        found = [*one, *other]
-        return found if self._changes == before else _joined(found)
+        found = [*one, *other] if one and other else one or other
+        return found if self._changes == before or len(found) < 2 else _joined(found)
 
     def _chain(
         self, around: Around, name: str, branches: list[Branch], accepted: list[Branch],

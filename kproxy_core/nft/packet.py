@@ -6,6 +6,7 @@ linux/rtnetlink.h.
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Family
@@ -80,15 +81,11 @@ class Packet(NamedTuple):
 
     @property
     def flow(self) -> Flow:
-        size, at, network, transport = self.family.size, self.addresses_at, self.network, self.transport
-        return Flow(
-            known_bytes(network[at : at + size]),  # type: ignore[arg-type]
-            known_bytes(network[at + size :]),  # type: ignore[arg-type]
-            _number(transport[:2]), _number(transport[2:4]))
+        return _flow(self.family, self.network, self.transport)
 
     @property
     def destination(self) -> Address | None:
-        return _address(self.network[self.addresses_at + self.family.size :])
+        return _address(self.network[-self.family.size :])
 
     @property
     def addresses_at(self) -> int:
@@ -130,6 +127,14 @@ class Packet(NamedTuple):
 _BEHIND = {0: "link-layer header", 3: "inner header", 4: "tunnel header"}
 
 
+@lru_cache(maxsize=4096)  # One packet is asked about many times.
+def _flow(family: Family, network: Bytes, transport: Bytes) -> Flow:
+    at = len(network) - 2 * family.size
+    return Flow(
+        _address(network[at : at + family.size]), _address(network[at + family.size :]),
+        _number(transport[:2]), _number(transport[2:4]))
+
+
 def _known(address: Address | None, size: int, name: str) -> Bytes:
     return tuple(address) if address is not None else (name,) * size
 
@@ -144,8 +149,6 @@ def _address(value: Bytes) -> Address | None:
 
 
 def _number(value: Bytes) -> int | None:
-    if len(value) == 2 and type(value[0]) is type(value[1]) is int:  # Most numbers.
-        return value[0] << 8 | value[1]
     found = known_bytes(value)
     return None if found is None else int.from_bytes(found, "big")
 
