@@ -50,11 +50,10 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "attributes", "decoding", "fitting", "messages", "nested", "text", "text_attribute",
     ),
     "kproxy_core.netlink.sockets": ("NetlinkSocket", "NotificationThread", "RequestError"),
-    "kproxy_core.nft.alike": ("Example", "Names", "NoLike", "compared_with"),
     "kproxy_core.nft.elements": ("Data", "Element", "Found", "PlainElement", "element_texts"),
     "kproxy_core.nft.expressions": ("HeldSet", "Looked", "Ruleset"),
     "kproxy_core.nft.fake": ("BATCH_BEGIN", "FakeKernel"),
-    "kproxy_core.nft.interpret": ("End", "Fate", "Result", "interpret"),
+    "kproxy_core.nft.interpret": ("End", "Fate", "Limits", "Program", "Result"),
     "kproxy_core.nft.listing": ("HeldTable",),
     "kproxy_core.nft.messages": ("ABSENT", "Command", "commands_text", "transaction"),
     "kproxy_core.nft.objects": (

@@ -1036,8 +1036,8 @@ def _nat(found: Attributes) -> _Execute:
         high = low if last == first else (None if last is None else known_bytes(run._load(last, size)))
         ports, are_known = run._port_range(found.get(5), found.get(6))
         return run._translate(Translation(
-            is_source, low and Address(low), high and Address(high), ports, flags,
-            are_known and (first is None or low is not None)))
+            is_source, None if low is None else Address(low), None if high is None else Address(high), ports,
+            flags, are_known and (first is None or low is not None)))
 
     return translate
 
@@ -1170,12 +1170,6 @@ def _word(register: bytes, size: int) -> int:
     if size > _REGISTERS:
         raise ValueError(f"no register has {size} bytes")
     return number - 8 if number >= 8 else (number - 1) * 4
-
-
-def register_words(register: bytes, size: int) -> range:
-    """Return the words that *size* bytes from a register on take."""
-    first = _word(register, size)
-    return range(first, first + -(-size // 4))
 
 
 # Parsing.

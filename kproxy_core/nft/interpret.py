@@ -513,7 +513,7 @@ def track(seen: Seen) -> Seen:
 
 def _translatable(branches: Iterable[Branch], bit: Status, finished: list[Branch]) -> list[Branch]:
     """Return the packets of which the translation is not decided yet, and add the others to *finished*."""
-    found = []
+    found: list[Branch] = []
     for branch in branches:
         connection = branch.seen.connection
         (finished if connection is None or connection.status & bit else found).append(branch)
@@ -538,7 +538,8 @@ def _decided(seen: Seen, bit: Status) -> Seen:
         packet = packet if wanted == flow else packet.with_flow(wanted)
     if packet is seen.packet and connection.status & bit:
         return seen
-    return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
+    return seen.translated(
+        packet, connection.translated(reply, connection.status | bit, connection.translated_by))
 
 
 def _joined(branches: Sequence[Branch]) -> list[Branch]:

@@ -214,6 +214,11 @@ class Connection(NamedTuple):
     translated_by: Place | None = None
     """The rule that has decided the destination."""
 
+    def translated(self, reply: Flow, status: int, by: Place | None) -> "Connection":
+        """Return it with another reply, status and rule. Faster than `_replace`."""
+        original, _, _, mark, labels, zone, helper, _ = self
+        return Connection(original, reply, status, mark, labels, zone, helper, by)
+
 
 class Seen(NamedTuple):
     """The first packet of a connection, as the rules at one place of its way see it."""
@@ -230,6 +235,12 @@ class Seen(NamedTuple):
     """The interface by which it leaves behind hook ``output``, if a rule has changed its route."""
     untracked_by: Place | None = None
     """The rule that has exempted it from connection tracking, so that nothing translates it."""
+
+    def translated(self, packet: Packet, connection: Connection) -> "Seen":
+        """Return it with other headers, in another state of its connection. Faster than `_replace`."""
+        _, input_, output, is_from_node, mark, tracking, _, rerouted, untracked_by = self
+        return Seen(
+            packet, input_, output, is_from_node, mark, tracking, connection, rerouted, untracked_by)
 
 
 RTN_UNSPEC, RTN_UNICAST, RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST, RTN_UNREACHABLE = (
@@ -311,11 +322,9 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
         by = connection.translated_by if translation.is_source else place
-        after = seen._replace(
-            packet=seen.packet if on_the_wire == written else seen.packet.with_flow(on_the_wire),
-            connection=connection._replace(
-                status=status, reply=changed.reversed(), translated_by=by))
-        found.append((after, 1 / len(choices)))
+        packet = seen.packet if on_the_wire == written else seen.packet.with_flow(on_the_wire)
+        after = connection.translated(changed.reversed(), status, by)
+        found.append((seen.translated(packet, after), 1 / len(choices)))
     return found
 
 

@@ -178,8 +178,8 @@ class _Ways:
     def __init__(self, table: str, ruleset: Ruleset, texts: "_Texts") -> None:
         self._ruleset = ruleset
         self._texts = texts
-        self._for_strangers, self._as_known = (
-            Program(TableRuleset(table, ruleset, remembers=remembers), _LIMITS) for remembers in (False, True))
+        self._for_strangers = Program(TableRuleset(table, ruleset), _LIMITS)
+        self._as_known = Program(TableRuleset(table, ruleset, remembers=True), _LIMITS)
 
     def side(self, question: Question) -> KernelSide:
         """Return the way of a packet. Raises OSError."""

@@ -1,6 +1,7 @@
 """Chains as any program may have written them: each packet has an end, and sets hold what they list."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
 from kproxy_core.nft.elements import Element
 from kproxy_core.nft.expressions import BaseChain, Elements, HeldSet
-from kproxy_core.nft.interpret import interpret
+from kproxy_core.nft.interpret import Fate, Limits, Program, interpret
 from kproxy_core.nft.packet import NO_INTERFACE, Flow, Interface, Node, Packet, Seen
 from kproxy_core.nft.rules import Expression, HeldRule, Verdict
 
@@ -76,6 +77,27 @@ def test_every_ruleset_has_an_answer(
         Written({"c": jumps, "d": without_jumps(other)}, held), SEEN, Node(lambda address, mark: None)).ends
     assert found
     assert len(found) == 1 or not any(end.is_certain for end in found)
+
+
+def jump(chain: str) -> HeldRule:
+    verdict = nested(2, attribute(1, (-3).to_bytes(4, "big", signed=True)), text_attribute(2, chain))
+    return HeldRule(1, (Expression("immediate", {1: bytes(4), 2: verdict}),), b"")
+
+
+@pytest.mark.parametrize(("most", "fate"), [(30, Fate.DROPPED), (29, Fate.UNKNOWN)])
+def test_a_packet_meets_so_many_rules_and_no_more(most: int, fate: Fate) -> None:
+    """Each of four chains leads twice to the next one: 2 + 4 + 8 + 16 rules."""
+    chains = {"c": [jump("d")] * 2, "d": [jump("e")] * 2, "e": [jump("f")] * 2, "f": [jump("none")] * 2}
+    found = Program(Written(chains, ()), Limits(rules=most)).interpret(SEEN, Node(lambda address, mark: None))
+    assert {end.fate for end in found.ends} == {Fate.DELIVERED, fate}
+
+
+def test_rules_of_any_program_meet_an_end() -> None:
+    names = ["c", *(f"c{number}" for number in range(40))]
+    chains = {one: [jump(other)] * 2 for one, other in pairwise(names)}
+    ends = interpret(Written(chains, ()), SEEN, Node(lambda address, mark: None)).ends
+    (unknown,) = (end for end in ends if end.fate is Fate.UNKNOWN)
+    assert unknown.doubts[0] == "more than 50,000 rules"
 
 
 @given(st.lists(st.integers(0, 60), max_size=8, unique=True), st.integers(0, 63))

@@ -93,6 +93,10 @@ CASES = {
     "a share": Case(
         chain("forward", 0, "numgen random mod 4 vmap { 0 : drop, 1 : drop }"),
         [(Fate.DROPPED, ("numgen in rule 1 of chain c",)), (Fate.SENT, ("numgen in rule 1 of chain c",))]),
+    "a random number of too many": Case(
+        chain("forward", 0, "numgen random mod 4097 vmap { 0 : drop }"),
+        [(fate, ("numgen, looked up in set __map0 in rule 1 of chain c",))
+         for fate in (Fate.DROPPED, Fate.SENT)]),
     "a random number that decides nothing": Case(
         chain("forward", 0, "numgen random mod 2 vmap { 0 : drop, 1 : drop }"), [DROPPED]),
     "a set that packets fill": Case(

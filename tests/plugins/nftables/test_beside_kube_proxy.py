@@ -15,7 +15,8 @@ from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Question
 from kproxy_core.linux import libnftables
 from kproxy_core.linux.libnftables import list_table
-from kproxy_core.model.address import Family, format_address, format_socket
+from kproxy_core.model.address import Address, Family, format_address, format_socket
+from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import Origin, Outcome, Packet
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.explain import explain, frontends
@@ -118,6 +119,17 @@ def test_the_endpoint_that_kube_proxy_remembers_for_a_client_is_found(family: Fa
         run(f"add element {family.ip} kube-proxy {name[0]}{where.port} {{ {source} }}")
         (side,) = explain([asked], live=True)
         assert side.remembered == where
+
+
+def test_a_service_with_thousands_of_endpoints_is_decided() -> None:
+    update = golden_cases.update("clusterip-tcp-ipv4")
+    plan = next(iter(update.plans.values()))
+    endpoints = tuple(
+        Destination(Address(bytes([10, 99, *number.to_bytes(2, "big")])), 8080) for number in range(4100))
+    update = replace(update, plans={plan.key: structs.replace(plan, cluster=endpoints)})
+    with lonely_node():
+        run(kube_proxys_table(update))
+        assert found_in(KnownPlans(update)) == []
 
 
 def test_kproxys_own_table_is_judged_where_both_exist() -> None:
