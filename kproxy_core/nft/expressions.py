@@ -322,7 +322,7 @@ class Around(NamedTuple):
     node: Node
     base: BaseChain
     most_numbers: int
-    """Numbers at random that are followed, each by itself."""
+    """Numbers at random that are followed in one rule, each by itself."""
 
 
 class Prepared(NamedTuple):
@@ -377,7 +377,8 @@ class Run:
     rejects = False
     packets: int | None = None
     looked: tuple[Looked, ...] = ()
-    _has_drawn = False
+    _drawn = 0
+    """The numbers of which it has one at random, over all its statements; 0: none."""
 
     def __init__(self, around: Around, place: Place, seen: Seen, chance: Chance) -> None:
         self._around = around
@@ -389,7 +390,7 @@ class Run:
     @property
     def misses(self) -> bool:
         """Whether a random number had no element."""
-        return self._has_drawn and bool(self.looked) and self.looked[-1].element is None
+        return bool(self._drawn and self.looked) and self.looked[-1].element is None
 
     @property
     def _where(self) -> str:
@@ -405,7 +406,7 @@ class Run:
     def _copy(self) -> Self:
         other = type(self)(self._around, self._place, self.seen, self.chance)
         other.verdict, other.rejects, other.packets = self.verdict, self.rejects, self.packets
-        other.looked, other._has_drawn = self.looked, self._has_drawn
+        other.looked, other._drawn = self.looked, self._drawn
         other._words = dict(self._words)
         return other
 
@@ -613,8 +614,8 @@ class Run:
     def _numbers(self, found: Attributes, count: int, offset: int, why: str) -> Sequence["Run"]:
         """Store a number of *count*, from *offset* on, each for a share of packets."""
         register = found[1] if why == "numgen" else found[2]
-        self._has_drawn = True
-        if not 0 < count <= self._around.most_numbers:
+        self._drawn = max(self._drawn, 1) * max(count, 1)
+        if count == 0 or self._drawn > self._around.most_numbers:
             self._store_unknown(register, why, 4)
             return ()
         chance = self.chance if count == 1 else self.chance.times(1 / count, f"{why} {self._where}")

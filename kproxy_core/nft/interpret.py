@@ -122,9 +122,9 @@ class Limits(NamedTuple):
     """What a packet may meet. The defaults are for the chains of any program."""
 
     rules: int = 50_000
-    """Chains may be reached on many ways."""
+    """Each counts as often as it is met on another way, and ends in another one."""
     numbers: int = 4096
-    """Of those that one statement draws at random. Each is followed by itself."""
+    """Of those that one rule draws at random. Each is followed by itself."""
 
 
 OF_ANY_PROGRAM: Final = Limits()
@@ -182,11 +182,6 @@ class Program:
                 each.family in ("inet", family) and each.hook not in HOOKS)))
 
 
-def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
-    """Return what becomes of one packet, as `Program.interpret` does. Raises OSError."""
-    return Program(ruleset).interpret(seen, node)
-
-
 # Hooks.
 
 DSTNAT, SRCNAT, CONNTRACK = -100, 100, -200
@@ -194,6 +189,9 @@ DSTNAT, SRCNAT, CONNTRACK = -100, 100, -200
 _SOURCE_HOOKS: Final = ("input", "postrouting")
 """Hooks at which chains of type nat translate the source."""
 _IS_LOCAL: Final = (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST)
+
+_LONGEST = 10_000
+"""Rules that may apply to a packet on one way."""
 
 _Filter = Callable[[BaseChain], bool]
 _Step = Callable[[list[Branch]], list[Branch]]
@@ -217,6 +215,8 @@ class Way:
         self._follows_jump = follows_jump
         self._translate: Callable[[Seen], Seen] = lambda seen: seen
         self._met = 0
+        """Rules, each as often as it has ended in another way."""
+        self._has_given_up = False
         self.looked: dict[Looked, None] = {}
         """The keys that rules have looked up, in their order."""
         self._changes = 0
@@ -397,10 +397,10 @@ class Way:
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}
             for branch in current:
-                self._met += 1
-                if self._met > most:
+                if self._met >= most or len(branch.met) >= _LONGEST:
                     return self._give_up(base, branch)
                 ways = run(around, rule, branch)
+                self._met += len(ways)
                 for way in ways:
                     if way.looked:
                         self.looked.update(dict.fromkeys(way.looked))
@@ -430,9 +430,9 @@ class Way:
 
     def _give_up(self, base: BaseChain, branch: Branch) -> list[Branch]:
         """End the way of packets that meet too many rules."""
-        most = self._program.limits.rules
-        if self._met == most + 1:
-            much = branch.chance.given(f"more than {most:,} rules", matched=True)
+        if not self._has_given_up:
+            self._has_given_up = True
+            much = branch.chance.given(f"more than {self._met:,} rules", matched=True)
             place = Place(base.family, base.table, base.name, None, 0)
             self._end(Fate.UNKNOWN, base.hook, place, None, branch._replace(chance=much))
         return []

@@ -25,7 +25,7 @@ from kproxy_core.netlink.messages import (
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import BaseChain
-from kproxy_core.nft.interpret import End, Fate, Result, interpret
+from kproxy_core.nft.interpret import End, Fate, Program, Result
 from kproxy_core.nft.messages import FAMILIES, GETRULE
 from kproxy_core.nft.packet import (
     LOOPBACK,
@@ -188,7 +188,8 @@ class Judge:
         with self.node.entered(), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             ruleset = _WithoutJudge(sock)
             node = Node(self._route, self._addresses)
-            return [interpret(ruleset, self._seen(probe), node) for probe in probes]
+            program = Program(ruleset)
+            return [program.interpret(self._seen(probe), node) for probe in probes]
 
     def _seen(self, probe: Probe) -> Seen:
         return Seen(
