@@ -50,6 +50,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "attributes", "decoding", "fitting", "messages", "nested", "text", "text_attribute",
     ),
     "kproxy_core.netlink.sockets": ("NetlinkSocket", "NotificationThread", "RequestError"),
+    "kproxy_core.nft.alike": ("Example", "Names", "NoLike", "compared_with"),
     "kproxy_core.nft.elements": ("Data", "Element", "Found", "PlainElement", "element_texts"),
     "kproxy_core.nft.expressions": ("HeldSet", "Looked", "Ruleset"),
     "kproxy_core.nft.fake": ("BATCH_BEGIN", "FakeKernel"),

@@ -79,6 +79,7 @@ class Elements:
         self._one = one
         self._all: Sequence[Element] | None = None
         self._known: dict[bytes, Element | None] = {}
+        self._are_all_known = False
 
     def __iter__(self) -> Iterator[Element]:
         """Yield all elements. Raises OSError."""
@@ -88,13 +89,13 @@ class Elements:
 
     def at(self, key: bytes) -> Element | None:
         """Return the element whose key is *key*, or the catch-all at b"". Raises OSError."""
-        if key not in self._known:
-            if self._one is None or self._all is not None:
-                for each in reversed(list(self)):
-                    self._known[each.key] = each
-                return self._known.setdefault(key, None)
-            self._known[key] = self._one(key)
-        return self._known[key]
+        if key not in self._known and not self._are_all_known:
+            if self._one is not None and self._all is None:
+                self._known[key] = self._one(key)
+            else:  # The first one of a key counts.
+                self._known = {each.key: each for each in reversed(list(self))}
+                self._are_all_known = True
+        return self._known.get(key)
 
 
 class HeldSet(NamedTuple):
@@ -1171,6 +1172,12 @@ def _word(register: bytes, size: int) -> int:
     if size > _REGISTERS:
         raise ValueError(f"no register has {size} bytes")
     return number - 8 if number >= 8 else (number - 1) * 4
+
+
+def register_words(register: bytes, size: int) -> range:
+    """Return the words that *size* bytes from a register on take."""
+    first = _word(register, size)
+    return range(first, first + -(-size // 4))
 
 
 # Parsing.

@@ -114,6 +114,8 @@ class Result(NamedTuple):
     """In the order of the rules. They exclude each other."""
     looked: tuple[Looked, ...]
     """The keys that rules have looked up, whether they apply or not."""
+    rules: frozenset[Place]
+    """Those that the packet meets, whether they apply or not."""
     unread: tuple[BaseChain, ...]
     """Chains that the packet may meet and that are not followed."""
 
@@ -177,7 +179,7 @@ class Program:
         way = Way(self, node)
         way.run(Branch(seen, CERTAIN))
         family = seen.packet.family.ip
-        return Result(way.ends, tuple(way.looked), tuple(
+        return Result(way.ends, tuple(way.looked), frozenset(way.rules), tuple(
             each for each in self.base_chains() if each.family in ("netdev", "bridge") or (
                 each.family in ("inet", family) and each.hook not in HOOKS)))
 
@@ -219,6 +221,8 @@ class Way:
         self._has_given_up = False
         self.looked: dict[Looked, None] = {}
         """The keys that rules have looked up, in their order."""
+        self.rules: set[Place] = set()
+        """The rules that packets have met."""
         self._changes = 0
         """Rules that have changed packets, or that end in several ways."""
 
@@ -393,6 +397,7 @@ class Way:
         for rule in self._program.prepared(base.family, base.table, name):
             if not current:
                 break
+            self.rules.add(rule.place)
             before = self._changes
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}

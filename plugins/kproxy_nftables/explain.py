@@ -2,7 +2,8 @@
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, zip_longest
 from typing import Final
 
@@ -28,6 +29,7 @@ from kproxy_core.contract import (
 )
 from kproxy_core.linux.libnftables import list_table
 from kproxy_core.linux.rulesets import KUBE_PROXY_TABLE, has_kube_proxy
+from kproxy_core.nft.alike import Example, Names, NoLike, compared_with
 from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.expressions import HeldSet, Looked, Ruleset
 from kproxy_core.nft.interpret import End, Limits, Program, Result
@@ -168,28 +170,53 @@ def _last(objects: Sequence[KernelObject]) -> str:
     return f"{objects[-1].where}: {objects[-1].text}"
 
 
+def _names(where: Destination) -> tuple[bytes, bytes]:
+    return where.address, where.port.to_bytes(2, "big")
+
+
 _LIMITS: Final = Limits(rules=1 << 23, numbers=1 << 17)
 """Those of a table that serves Services: each endpoint has a number."""
+_MOST_EXAMPLES: Final = 16
+"""Of packets by one sender: their ways differ by the templates of Services."""
 
 
 class _Ways:
-    """The ways of packets through one table."""
+    """The ways of packets through one table. Those of a packet like another one are not followed again."""
 
     def __init__(self, table: str, ruleset: Ruleset, texts: "_Texts") -> None:
         self._ruleset = ruleset
         self._texts = texts
         self._for_strangers = Program(TableRuleset(table, ruleset), _LIMITS)
         self._as_known = Program(TableRuleset(table, ruleset, remembers=True), _LIMITS)
+        self._examples: dict[Hashable, list[tuple[Example, KernelSide, _Met]]] = {}
+        self._constants: dict[Place, Collection[bytes] | None] = {}
 
     def side(self, question: Question) -> KernelSide:
         """Return the way of a packet. Raises OSError."""
+        packet = question.packet
+
+        def is_local(address: bytes) -> bool:
+            return is_own(Address(address), question.node, question.addresses)
+
+        names = packet.source, packet.destination, packet.port.to_bytes(2, "big")
+        examples = self._examples.setdefault((packet.origin, packet.source, packet.protocol), [])
+        for example, side, met in examples:
+            if (found := example.compare(names, is_local)) is not None:
+                return self._renamed(side, met, *found)
         result = _followed(question, self._for_strangers)
         doubtful = {doubt.place for end in result.ends for case in end.branch.chance.cases for doubt in case}
         pinned = self._pinned(question, result)
         met = _met([*result.ends, *pinned])
         objects = self._texts.objects(met, doubtful)
-        return KernelSide(objects, None if doubtful else self._fate(result.ends, objects),
+        side = KernelSide(objects, None if doubtful else self._fate(result.ends, objects),
                           next(filter(None, map(_endpoint, pinned)), None))
+        if side.fate is not None and (new := self._example(packet.family, names, result)):
+            known = new.compare(names, is_local)
+            reached = (name for choice in side.fate.choices for name in _names(choice.where))
+            if known and all(name in known[0] for name in reached):
+                examples.insert(0, (new, side, met))
+                del examples[_MOST_EXAMPLES:]
+        return side
 
     def _pinned(self, question: Question, result: Result) -> Sequence[End]:
         """Return the ends of the packet if sets that packets fill know its client; none if they do not."""
@@ -214,6 +241,39 @@ class _Ways:
             if end.place is not None and end.fate in _OUTCOMES:
                 return Fate(_OUTCOMES[end.fate], f"chain {end.place.chain}: {self._texts.rule(end.place)}")
         return Fate(Outcome.UNTOUCHED, "no rule applies")
+
+    def _example(self, family: Family, names: Sequence[bytes], result: Result) -> Example | None:
+        """Return a packet as an example for others; None if rules may treat any other one differently."""
+        found: set[bytes] = set()
+        for place in result.rules:
+            if place not in self._constants:
+                self._constants[place] = self._constants_of(place, family)
+            if (known := self._constants[place]) is None:
+                return None
+            found.update(known)
+        with suppress(NoLike):
+            return Example(names, result.looked, self._texts.held_set, found)
+        return None
+
+    def _constants_of(self, place: Place, family: Family) -> Collection[bytes] | None:
+        assert place.rule is not None
+        rule = self._ruleset.rules(place.family, place.table, place.chain)[place.rule - 1]
+        with suppress(NoLike):
+            return compared_with(rule.expressions, family)
+        return None
+
+    def _renamed(
+        self, side: KernelSide, met: _Met, names: Names, lookups: Mapping[Looked, Looked]
+    ) -> KernelSide:
+        """Return the way of a packet that is like the one of *side*."""
+        assert side.fate is not None
+        objects = self._texts.objects({place: [lookups[one] for one in met[place]] for place in met})
+        if not side.fate.choices:
+            return KernelSide(objects, side.fate)
+        choices = tuple(
+            choice._replace(where=Destination(Address(names[address]), int.from_bytes(names[port], "big")))
+            for choice in side.fate.choices for address, port in [_names(choice.where)])
+        return KernelSide(objects, Fate(side.fate.outcome, _last(objects), choices))
 
 
 class _Texts:

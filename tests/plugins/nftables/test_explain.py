@@ -58,11 +58,39 @@ def test_the_rules_that_would_be_written_decide_as_the_plans_say(family: Family,
         assert essence(side.fate) == essence(decided(question)), (question.packet, side.objects)
 
 
+DISTURBANCES = {
+    "nothing": "",
+    "a rule for one destination": "insert rule {ip} kproxy services {ip} daddr {vip} drop",
+    "a rule for a port": "insert rule {ip} kproxy services th dport 80 goto reject-traffic",
+    "a rule for all others": "insert rule {ip} kproxy filter-forward {ip} daddr != {endpoint} drop",
+    "a rule for many ports": "insert rule {ip} kproxy services th dport 30000-32767 drop",
+    "a rule for a network": "insert rule {ip} kproxy filter-forward {ip} daddr {network} drop",
+    "a rule for no element": "insert rule {ip} kproxy services {ip} daddr != @cluster-ips drop",
+    "a mark by destination":
+        "insert rule {ip} kproxy services meta mark set {ip} daddr map {{ {vip} : 0x4000 }}",
+    "a rule for a mark": "insert rule {ip} kproxy filter-forward meta mark and 0x4000 != 0 drop",
+    "an endpoint that is lost": "delete element {ip} kproxy tcp-vip-endpoints {{ {vip} . 80 . 1 }}",
+    "a hairpin that is lost": "flush set {ip} kproxy hairpins",
+    "another destination": "insert rule {ip} kproxy services meta l4proto udp dnat to {endpoint}",
+}
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
 @FAMILIES
-def test_packets_that_are_asked_about_together_do_what_each_does_alone(family: Family, kernel: None) -> None:
+def test_packets_that_are_asked_about_together_do_what_each_does_alone(
+    family: Family, kernel: None, monkeypatch: pytest.MonkeyPatch, disturbance: str
+) -> None:
     asked = questions(family)
-    for question, side in list(zip(asked, explain(asked, live=True), strict=True))[::7]:
-        assert [side] == explain([question], live=True), question.packet
+    chosen = next(q for q in asked if q.packet.port == 80 and q.plan and len(q.plan.cluster) > 1)
+    assert chosen.plan is not None
+    network = "10.244.1.0/28" if family is Family.IPV4 else "fd00:10:244:1::/68"
+    subprocess.run(["nft", DISTURBANCES[disturbance].format(
+        ip=family.ip, vip=format_address(chosen.packet.destination), network=network,
+        endpoint=format_address(chosen.plan.cluster[0].address))], check=True)
+    together = explain(asked, live=True)
+    monkeypatch.setattr("kproxy_nftables.explain._MOST_EXAMPLES", 0)
+    for question, side, alone in zip(asked, together, explain(asked, live=True), strict=True):
+        assert side == alone, question.packet
 
 
 def large(family: Family) -> list[Question]:
