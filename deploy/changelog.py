@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[1]
+from deploy.artefacts import CHECKOUT
+
 DIRECTORY = "changelog.d"
 PAGE = "CHANGELOG.md"
 UNRELEASED = "Unreleased"

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy import artefacts, changelog, evidence
-from deploy.artefacts import BuildError, run
+from deploy.artefacts import CHECKOUT, BuildError, run
 from kproxy_core.config.release import SOURCES
 from tests.deploy import schema
 from tests.rooms import surface
 from tests.rooms.surface import Change, Tree
 
-CHECKOUT = Path(__file__).parents[1]
 NOTHING = "none"
 """In place of an earlier release, or of a program that builds images."""
 

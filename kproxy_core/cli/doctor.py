@@ -24,14 +24,13 @@ from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
-from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.run import cli_errors, registry_of
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
-from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
-from kproxy_core.linux.tracing import TABLES
+from kproxy_core.linux.tracing import is_outside_ip
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import Ruleset
@@ -60,7 +59,7 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         return None, ""
     except RequestRefused as error:
         return None, f"the Services: {error}"
-    registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
+    registry = registry_of(flags)
     return Services.of(found["mode"], found["plans"], is_running=True,
                        dials_endpoints=bool(registry.load(found["mode"]).base),
                        needs_addresses=found.get("needs_addresses", ())), ""
@@ -116,13 +115,11 @@ def _stops(
             if not tried and (certain or not sample.hook):
                 stops += found
         tables = {(stop.drop.family, stop.drop.table) for stop in stops}
-        for chain in filters.base_chains():
-            is_before_ip = chain.family in ("netdev", "bridge") or chain.hook == "ingress"
-            if is_before_ip and not chain.table.startswith(TABLES) and (
-                    chain.drops_by_policy or filters.rules(chain.family, chain.table, chain.name)):
-                untried.append(printable(
-                    f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook} is not "
-                    "followed; `kproxy trace` sees what it drops"))
+        untried += [
+            printable(f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook} is "
+                      "not followed; `kproxy trace` sees what it drops")
+            for chain in filters.base_chains() if is_outside_ip(chain) and (
+                chain.drops_by_policy or filters.rules(chain.family, chain.table, chain.name))]
         return stops, {table: filters.chain_names(*table) for table in tables}, untried
 
 

@@ -114,6 +114,13 @@ def warn_of_broken(registry: Registry) -> None:
         click.echo(f"Warning: {broken}", err=True)
 
 
+def registry_of(flags: Flags) -> Registry:
+    """Return the registry for a question about the mode of a running proxy, with the plugins of *flags*."""
+    from kproxy_core.contract.registry import Registry
+
+    return Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
+
+
 def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
     """Return the effective configuration of the mode to start in, the plugins, and the one that was given.
 

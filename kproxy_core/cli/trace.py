@@ -15,11 +15,10 @@ from kproxy_core.app.explain import Sender, parse_sender
 from kproxy_core.app.requests import Explain
 from kproxy_core.cli.explain import OUTCOMES, Packets, ask_proxy, explain_objects
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
-from kproxy_core.cli.run import cli_errors
+from kproxy_core.cli.run import cli_errors, registry_of
 from kproxy_core.cli.terminal import encoded_event, faint, hint, show, strong
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.contract.errors import PluginFailed
-from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.linux.conntrack import FlowTuple, find_flow, flow_events
 from kproxy_core.linux.errors import HostError
@@ -56,7 +55,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
     answers = _explained(Explain(to=target), flags)
-    registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
+    registry = registry_of(flags)
     mode = answers[0]["kernel"]["mode"]
 
     def dialled(protocol: int, way: FlowTuple) -> Destination | None:

@@ -69,10 +69,14 @@ def marker_creation(family: Family) -> list[Command]:
     return [table.create(), *table.write([Chain(MARKER)])]
 
 
-def marker_removal(family: Family) -> list[Command]:
-    """Return the commands that delete `MARKER`, which must exist, and its table unless kube-proxy has that.
+def marker_changes(family: Family, *, wanted: bool) -> list[Command]:
+    """Return the commands that create or delete `MARKER`; none if it is as *wanted*. Raises HostError.
 
-    Raises HostError.
+    Its table is deleted with it, unless kube-proxy has that.
     """
+    if has_marker(family) is wanted:
+        return []
+    if wanted:
+        return marker_creation(family)
     table = Table(family, KUBE_PROXY_TABLE)
     return list(table.remove([Chain(MARKER)])) if has_kube_proxy(family) else [table.delete()]

@@ -203,8 +203,14 @@ def chains_before_ip() -> list[BaseChain]:
     Raises HostError.
     """
     with doing("list the chains at interfaces"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return [each for each in ListedRuleset(sock).base_chains() if not each.table.startswith(TABLES) and (
-            (each.family in ("netdev", "bridge") and each.hook != "egress") or each.hook == "ingress")]
+        return [each for each in ListedRuleset(sock).base_chains()
+                if is_outside_ip(each) and each.hook != "egress"]
+
+
+def is_outside_ip(chain: BaseChain) -> bool:
+    """Return whether *chain*, of another program than a trace, is at interfaces or in bridges."""
+    is_outside = chain.family in ("netdev", "bridge") or chain.hook == "ingress"
+    return is_outside and not chain.table.startswith(TABLES)
 
 
 def marking_chains(matches: Sequence[Match]) -> list[Chain]:

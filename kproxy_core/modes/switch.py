@@ -382,22 +382,25 @@ class ModeSwitch:
 
         Raises SyncFailed. *must_be_whole*: to serve less than everything is a failure, too.
         """
-        def sync() -> SyncReport:
-            report = instance.sync(update)
-            unfinished = report.unfinished
-            while unfinished:
-                changed = {key: update.plans.get(key) for key in unfinished}
-                rest = replace(update, scope=Scope.CHANGED, changed=changed)
-                unfinished = instance.sync(rest).unfinished
-            return report
-
         for _ in range(_TRIES - 1):
             with suppress(SyncFailed):
-                report = self._loop.call(sync)
+                report = self._sync_parts(instance, update)
                 if not must_be_whole or not (report.degraded or report.unserved):
                     return report
             time.sleep(self._pause)  # Not on the loop's thread, which answers requests meanwhile.
-        return self._loop.call(sync)
+        return self._sync_parts(instance, update)
+
+    def _sync_parts(self, instance: BackendInstance, update: Update) -> SyncReport:
+        """Sync until all parts are written, and return the first report. Raises SyncFailed.
+
+        The loop answers requests between two parts.
+        """
+        report = part = self._loop.call(partial(instance.sync, update))
+        while part.unfinished:
+            changed = {key: update.plans.get(key) for key in part.unfinished}
+            rest = replace(update, scope=Scope.CHANGED, changed=changed)
+            part = self._loop.call(partial(instance.sync, rest))
+        return report
 
     def _settle(self, mode: str, reason: Reason) -> None:
         """Delete the journal's entry only if a start chooses *mode*, which serves, and none served before."""

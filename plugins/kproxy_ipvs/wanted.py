@@ -17,6 +17,7 @@ from kproxy_core.contract import (
     ServicePlan,
     Weights,
     format_address,
+    is_link_local,
     shares,
 )
 from kproxy_ipvs import names
@@ -142,7 +143,7 @@ def make_style(
     """
     addresses = node.node_port_addresses
     if node.family is Family.IPV6:
-        addresses = tuple(address for address in addresses if not address.startswith(b"\xfe\x80"))
+        addresses = tuple(address for address in addresses if not is_link_local(address))
     return Style(
         family=node.family, scheduler=scheduler, node_ip=node.node_ip, node_port_addresses=addresses,
         masquerade_bit=node.masquerade_bit, elsewhere=elsewhere, missing=missing,

@@ -29,7 +29,7 @@ from kproxy_core.contract import (
     sync_family,
 )
 from kproxy_core.linux import process
-from kproxy_core.linux.rulesets import has_marker, marker_creation, marker_removal
+from kproxy_core.linux.rulesets import marker_changes
 from kproxy_core.netlink.messages import TooLong
 from kproxy_core.nft.watch import CommitWatch
 from kproxy_nft import counting
@@ -118,9 +118,8 @@ class NftablesBackend(Backend):
         """Create the marker, or delete it if it is not wanted. Return why that failed; "": it did not."""
         self._marked.discard(family)
         try:
-            if has_marker(family) is not self._settings.marked:
-                commands = marker_creation if self._settings.marked else marker_removal
-                self._kernel.run(commands(family))
+            if commands := marker_changes(family, wanted=self._settings.marked):
+                self._kernel.run(commands)
         except (BackendError, HostError) as error:
             return f"calicoMarker is not in effect: {error}"
         self._marked.add(family)

@@ -9,8 +9,8 @@ from kproxy_core.linux.rulesets import (
     MARKER,
     has_kube_proxy,
     has_marker,
+    marker_changes,
     marker_creation,
-    marker_removal,
 )
 from kproxy_core.nft.messages import Command
 from kproxy_core.nft.objects import Table
@@ -34,9 +34,8 @@ def supersede(*, dry_run: bool) -> Leftovers:
 
 
 def _marker(_: Kernel, family: Family) -> Removal | None:
-    if not has_marker(family):
-        return None
-    return f"chain {MARKER} of table {family.ip} {KUBE_PROXY_TABLE}", marker_removal(family)
+    commands = marker_changes(family, wanted=False)
+    return (f"chain {MARKER} of table {family.ip} {KUBE_PROXY_TABLE}", commands) if commands else None
 
 
 def _table(name: str, kernel: Kernel, family: Family) -> Removal | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kproxy_core.contract import Family, Preview, SyncFailed, TrustLost, Update
-from kproxy_core.linux.rulesets import has_marker, marker_creation, marker_removal
+from kproxy_core.linux.rulesets import marker_changes, marker_creation
 from kproxy_core.nft.elements import Element, PlainElement, element_texts
 from kproxy_core.nft.messages import commands_text
 from kproxy_core.nft.objects import Container, Layout
@@ -76,7 +76,6 @@ def preview(update: Update, settings: Settings, *, may_own: bool) -> Preview:
     elements = elements_text(family, layout, keys, "delete") + elements_text(family, layout, adds)
     foreign = sum(not names.may_be_left(item.name) for item in others)
     operations = count_changes(table, commands, held) + len(deletes) + len(adds) + foreign
-    last = list(table.remove(item for item in others if is_quotable(item.name)))
-    if has_marker(family) is not settings.marked:
-        last = [*last, *(marker_creation if settings.marked else marker_removal)(family)]
+    last = [*table.remove(item for item in others if is_quotable(item.name)),
+            *marker_changes(family, wanted=settings.marked)]
     return Preview(operations, commands_text(commands) + elements + commands_text(last))

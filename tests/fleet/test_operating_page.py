@@ -7,7 +7,7 @@ from tests.fleet.fleet import Fleet
 from tests.fleet.operating import Step, run, written
 
 _VARIES = (
-    (r" \([0-9a-f]{12}\)", ""),  # the commit
+    (r"(?<![\d.])\d+\.\d+\.\d+(\.dev\d+\S*)?( \([0-9a-f]{12}\))?(?= )", "VERSION"),
     (r"\d+ (s|min|h|d)\b( ago)?", "TIME"),
     (r"\d+ findings?\b", ""),  # about this machine
     (r":\d+ answered", ":PORT answered"),

@@ -1,7 +1,6 @@
 """The chain in kube-proxy's tables by which Calico's Felix tells that Services are served by nf_tables."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from kproxy_core.nft.transaction import RulesetSocket
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import Proxy, kproxy, running
+from tests.harm.room import repeated
 from tests.leftovers.kernel import working
 from tests.leftovers.kube_proxy import load
 from tests.patience import PATIENCE
@@ -75,22 +75,13 @@ def await_chains(node: Namespace, expected: dict[str, list[str]]) -> None:
 def never_without(node: Namespace) -> Iterator[None]:
     """Look all the time, as Felix does every 15 s: a chain is in a table of either family."""
     missed: list[bool] = []
-    ended = threading.Event()
-    connection = node.inside(RulesetSocket.open)
 
     def look() -> None:
-        with connection:
-            while not ended.is_set():
-                tables = [connection.tables(family).get("kube-proxy") for family in Family]
-                missed.append(not any(table and table.chains for table in tables))
+        tables = [connection.tables(family).get("kube-proxy") for family in Family]
+        missed.append(not any(table and table.chains for table in tables))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with node.inside(RulesetSocket.open) as connection, repeated(look, 0.0):
         yield
-    finally:
-        ended.set()
-        thread.join()
     assert set(missed) == {False}
 
 

@@ -15,6 +15,7 @@ from kproxy_core.linux.tracing import (
     TracedPacket,
     TraceEvent,
     Tracer,
+    receiving_chains,
 )
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
@@ -189,3 +190,14 @@ def test_a_policy_of_the_marking_chains_begins_no_packet() -> None:
     made = tracer()
     made.trace(BEGIN._replace(is_rule=False, handle=0, verdict="accept"), 1.0)
     assert not made.is_busy
+
+
+@pytest.mark.parametrize(
+    ("number", "parts"), [(1, [1]), (255, [255]), (256, [255, 1]), (600, [255, 255, 90])])
+def test_a_chain_has_as_many_interfaces_as_the_kernel_allows(number: int, parts: list[int]) -> None:
+    devices = [f"device{each}" for each in range(number)]
+    chains = receiving_chains([], devices)
+    hooks = [chain.hook for chain in chains if chain.hook is not None]
+    assert [len(hook.devices) for hook in hooks] == parts
+    assert [device for hook in hooks for device in hook.devices] == devices
+    assert len({chain.name for chain in chains}) == len(parts)
