@@ -4,7 +4,6 @@ commands that have read the objects themselves.
 A start imports nothing of this: the first question does.
 """
 
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +21,6 @@ from kproxy_core.app.explain import (
     ReadablePlans,
     answer,
     cases,
-    decide_case,
     differences,
     packets_to,
     parse_sender,
@@ -30,16 +28,16 @@ from kproxy_core.app.explain import (
     stale,
     with_relay,
 )
-from kproxy_core.app.filters import places
+from kproxy_core.app.passage import Passage, passage
 from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
 from kproxy_core.contract.registry import Registry
-from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Translation, Update
+from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Update
 from kproxy_core.kube.encode import encode_node, encode_objects, encode_service_cidr
 from kproxy_core.kube.store import Store
-from kproxy_core.linux import process
-from kproxy_core.linux.addresses import interface_towards
+from kproxy_core.linux import process, routes
+from kproxy_core.linux.addresses import interface_towards, read_interface_addresses
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.modules import Modules, Presence
 from kproxy_core.model.address import Address, Family, family_of, format_address
@@ -48,7 +46,8 @@ from kproxy_core.modes.settings import ModeSettings
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.interpret import Program
+from kproxy_core.nft.packet import Interface, Route
 from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.last_resort import LastResort
@@ -169,35 +168,52 @@ def explain_cases(
         for at, case in enumerate(found)
     ]
     if live:
-        for one, filters in zip(answers, _filters(found, sides), strict=True):
-            one["kernel"]["filters"] = filters
+        for one, found_here in zip(answers, _passages(found, sides), strict=True):
+            if found_here.outcome:
+                one["outcome"], one["because"] = found_here.outcome, found_here.because
+            one["ways"] = [way._asdict() for way in found_here.ways]
+            one["kernel"]["filters"] = list(found_here.places)
     return answers
 
 
-def _filters(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[list[str]]:
-    """Return the places where filter chains of other programs end each packet, or why that is not known."""
+def _passages(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[Passage]:
+    """Return what becomes of each packet on this node, by all rules of nf_tables and its routes."""
     if Modules().presence("nf_tables") not in (Presence.LOADED, Presence.BUILT_IN):  # Reading would load it.
-        return [[] for _ in found]
+        return [Passage("", "", ()) for _ in found]
     try:
-        with doing("read the filter chains of other programs"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            filters = ListedRuleset(sock)
-            return [_places(case, sides.get(at), filters) for at, case in enumerate(found)]
+        with (doing("read the rules of nf_tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock,
+              routes.Routes() as found_routes):
+            program, routing = Program(ListedRuleset(sock)), _KernelRouting(found_routes)
+            return [passage(case, sides.get(at), program, routing) for at, case in enumerate(found)]
     except HostError as error:
-        return [[str(error)] for _ in found]
+        return [Passage("", "", (str(error),)) for _ in found]
 
 
-def _places(case: Case, side: KernelSide | None, filters: ListedRuleset) -> list[str]:
-    fate = side.fate if side is not None and side.fate is not None else decide_case(case)
-    translation = Translation.RULES if side is None else side.translation
-    return places(case, fate, translation, filters, _interface)
+class _KernelRouting:
+    """The routes of this node, as the interpreter of rules wants them."""
+
+    def __init__(self, found: routes.Routes) -> None:
+        self._routes = found
+        self._addresses: dict[int, list[Address]] = {}
+        for each in read_interface_addresses():
+            self._addresses.setdefault(each.interface, []).append(each.address)
+
+    def leaving(self, destination: Address, mark: int) -> Route:
+        return _as_rules_see(self._routes.leaving(destination, mark))
+
+    def arrived(self, destination: Address, source: Address, interface: str, mark: int) -> Route:
+        return _as_rules_see(self._routes.arrived(destination, source, interface, mark))
+
+    def towards(self, address: Address) -> Interface | None:
+        return self.leaving(address, 0).output
+
+    def addresses(self, interface: Interface) -> Sequence[Address]:
+        return self._addresses.get(interface.number, ())
 
 
-def _interface(address: Address) -> Interface | None:
-    """Return the interface to which the route to *address* leads; None without one. Raises HostError."""
-    name = interface_towards(address)
-    with suppress(OSError):
-        return Interface(name, socket.if_nametoindex(name))
-    return None
+def _as_rules_see(found: routes.Route) -> Route:
+    output = Interface(found.interface, found.number) if found.interface else None
+    return Route(found.type, output, found.why)
 
 
 def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> list[Caveat]:

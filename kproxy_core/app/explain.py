@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from kproxy_core.app.errors import Misused, NoAnswer
-from kproxy_core.contract.values import Caveat, KernelObject, KernelSide, Question
+from kproxy_core.contract.values import Caveat, KernelObject, KernelSide, Question, Translation
 from kproxy_core.kube.forward import NAMESPACE as FORWARDS
 from kproxy_core.model.address import (
     Address,
@@ -422,7 +422,8 @@ def with_relay(case: Case, side: KernelSide, wants_relays: Callable[[Family, Pro
     objects = [KernelObject("relay", f"{where} -> {format_socket(*endpoint)}") for endpoint in endpoints]
     choices = tuple(EndpointShare(each, 1 / len(endpoints), masqueraded=True) for each in endpoints)
     fate = Fate(Outcome.FORWARDED, "a relay serves node ports on loopback", choices)
-    return KernelSide(tuple(objects), fate, deviation="kproxy relays node ports on loopback")
+    return KernelSide(tuple(objects), fate, deviation="kproxy relays node ports on loopback",
+                      translation=Translation.RELAY)
 
 
 # The decision beside the kernel's: the same, or the differences in words.

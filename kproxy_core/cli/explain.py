@@ -18,7 +18,7 @@ Packets = Sequence[Mapping[str, Any]]
 
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
-OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
+OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "depends": hint, "unknown": hint}
 VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
 
 

@@ -66,6 +66,8 @@ class BaseChain(NamedTuple):
     drops_by_policy: bool
     packets: int | None
     """Packets that met the policy; None: not counted."""
+    devices: tuple[str, ...] = ()
+    """Those whose packets alone it sees, at hooks ``ingress`` and ``egress``."""
 
 
 class Elements:
@@ -1212,4 +1214,10 @@ def parse_base_chain(family: str, found: Attributes) -> BaseChain | None:
     return BaseChain(
         family, text(found[1]), text(found[3]), text(found.get(7, b"")), names[_u32(hook[1])],
         int.from_bytes(hook.get(2, b""), "big", signed=True), _u32(found.get(5, bytes([1]))) == NF_DROP,
-        None if counted is None else _u32(counted))
+        None if counted is None else _u32(counted), _devices(hook))
+
+
+def _devices(hook: Attributes) -> tuple[str, ...]:
+    listed = hook.get(4, b"")
+    found = [text(listed[start:end]) for _, start, end in attribute_spans(listed, 0, len(listed))]
+    return tuple(dict.fromkeys([*found, *([text(hook[3])] if 3 in hook else [])]))

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 
 from kproxy_core.nft.expressions import (
     CERTAIN,
-    HOOKS,
     Around,
     BaseChain,
     Branch,
@@ -89,6 +88,8 @@ class End(NamedTuple):
     packets: int | None
     """Packets that ended there so far; None: not counted."""
     branch: Branch
+    why: str = ""
+    """Why it has no route."""
 
     @property
     def seen(self) -> Seen:
@@ -178,10 +179,15 @@ class Program:
         """
         way = Way(self, node)
         way.run(Branch(seen, CERTAIN))
-        family = seen.packet.family.ip
         return Result(way.ends, tuple(way.looked), frozenset(way.rules), tuple(
-            each for each in self.base_chains() if each.family in ("netdev", "bridge") or (
-                each.family in ("inet", family) and each.hook not in HOOKS)))
+            each for each in self.base_chains() if each.family == "bridge" or (
+                each.hook in DEVICE_HOOKS and each not in way.followed)))
+
+    def chains_of(self, hook: str, device: str) -> list[BaseChain]:
+        """Return the base chains that the packets of *device* meet at `DEVICE_HOOKS`, in their order."""
+        found = [chain for chain in reversed(self.base_chains())
+                 if chain.hook == hook and device in chain.devices]
+        return sorted(found, key=lambda chain: chain.priority)
 
 
 # Hooks.
@@ -191,6 +197,9 @@ DSTNAT, SRCNAT, CONNTRACK = -100, 100, -200
 _SOURCE_HOOKS: Final = ("input", "postrouting")
 """Hooks at which chains of type nat translate the source."""
 _IS_LOCAL: Final = (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST)
+
+DEVICE_HOOKS: Final = ("ingress", "egress")
+"""Hooks of a device: before and behind those of IP."""
 
 _LONGEST = 10_000
 """Rules that may apply to a packet on one way."""
@@ -223,6 +232,8 @@ class Way:
         """The keys that rules have looked up, in their order."""
         self.rules: set[Place] = set()
         """The rules that packets have met."""
+        self.followed: set[BaseChain] = set()
+        """The chains at `DEVICE_HOOKS` that packets have met."""
         self._changes = 0
         """Rules that have changed packets, or that end in several ways."""
 
@@ -234,7 +245,7 @@ class Way:
     def run(self, first: Branch) -> None:
         if not first.seen.is_from_node:
             arrived = [first.of(first.seen._replace(output=NO_INTERFACE))]
-            self._received(self.hook("prerouting", arrived))
+            self._received(self.hook("prerouting", self._at_device("ingress", arrived)))
             return
         routed = [_leaving(branch) for branch in self._routed([first])]
         leaving = [_leaving(branch) for branch in self.hook("output", routed)]
@@ -245,7 +256,7 @@ class Way:
             if output is None or output == LOOPBACK:
                 looped.append(to_itself.of(_looped(branch.seen)))
             if output != LOOPBACK:
-                self._end(Fate.SENT, "postrouting", None, None, sent)
+                self._sent(sent)
         # They keep the route that they were sent by.
         self._deliver(self.hook("prerouting", looped))
 
@@ -253,7 +264,7 @@ class Way:
         local: list[Branch] = []
         onwards: list[Branch] = []
         for branch in branches:
-            route = _route(branch.seen, self.node)
+            route = _arriving(branch.seen, self.node)
             if route is None:
                 own, other = _either_way(branch)
                 local.append(own)
@@ -263,10 +274,24 @@ class Way:
             elif route.type == RTN_UNICAST:
                 onwards.append(branch.of(branch.seen._replace(output=route.output)))
             else:
-                self._end(Fate.UNROUTABLE, "prerouting", None, None, branch)
+                self._end(Fate.UNROUTABLE, "prerouting", None, None, branch, route.why)
         self._deliver(local)
         for branch in self.hook("postrouting", self.hook("forward", onwards)):
-            self._end(Fate.SENT, "postrouting", None, None, branch)
+            self._sent(branch)
+
+    def _sent(self, branch: Branch) -> None:
+        for passed in self._at_device("egress", [branch]):
+            self._end(Fate.SENT, "postrouting", None, None, passed)
+
+    def _at_device(self, hook: str, branches: list[Branch]) -> list[Branch]:
+        """Return the packets that pass the chains of the device by which they arrive, or leave."""
+        passed = []
+        for branch in branches:
+            device = branch.seen.input if hook == "ingress" else branch.seen.output
+            chains = self._program.chains_of(hook, device.name) if device is not None else []
+            self.followed.update(chains)
+            passed += self._through_each(chains, [branch])
+        return passed
 
     def _deliver(self, branches: Sequence[Branch]) -> None:
         for branch in self.hook("input", branches):
@@ -283,13 +308,13 @@ class Way:
             elif route.type in _IS_LOCAL:
                 found.append(branch.of(branch.seen._replace(rerouted=LOOPBACK)))
             else:
-                self._end(Fate.UNROUTABLE, "output", None, None, branch)
+                self._end(Fate.UNROUTABLE, "output", None, None, branch, route.why)
         return found
 
     def _end(
-        self, fate: Fate, hook: str, place: Place | None, packets: int | None, branch: Branch,
+        self, fate: Fate, hook: str, place: Place | None, packets: int | None, branch: Branch, why: str = "",
     ) -> None:
-        end = End(fate, hook, place, packets, branch)
+        end = End(fate, hook, place, packets, branch, why)
         key = fate, hook, place, branch.seen
         if (known := self._ends.get(key)) is not None:
             (end,) = (known._replace(branch=each) for each in _joined([known.branch, branch]))
@@ -466,6 +491,10 @@ _FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, UNKNOWN: Fate.UNK
 def _route(seen: Seen, node: Node) -> Route | None:
     destination = seen.packet.destination
     return None if destination is None else node.route(destination, seen.mark)
+
+
+def _arriving(seen: Seen, node: Node) -> Route | None:
+    return _route(seen, node) if node.arriving is None else node.arriving(seen)
 
 
 def _either_way(branch: Branch) -> tuple[Branch, Branch]:

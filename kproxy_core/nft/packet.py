@@ -252,6 +252,8 @@ class Route(NamedTuple):
     """RTN_*; RTN_UNREACHABLE without a route."""
     output: Interface | None
     """None: not known."""
+    why: str = ""
+    """Why a packet does not pass, without a route."""
 
 
 class Node(NamedTuple):
@@ -261,6 +263,8 @@ class Node(NamedTuple):
     """Returns the route to an address for packets with a mark; None: not known."""
     addresses: Callable[[Interface, Family], Sequence[Address]] = lambda interface, family: ()
     """Returns the addresses of an interface, the one first that it translates to; (): not known."""
+    arriving: Callable[[Seen], Route | None] | None = None
+    """Returns the route of a packet that arrived; without it, `route` does."""
 
 
 class Depends(NamedTuple):

@@ -17,7 +17,7 @@ def main(mode: str, family: str, seed: str, answers: str) -> int:
     with tempfile.TemporaryDirectory() as directory, closing(
             WorldPlay(mode, family, Path(directory))) as play:
         world = World(random)
-        while counts.total() < int(answers):
+        while counts["right"] + counts["wrong"] < int(answers):
             play.apply(world)
             attempts = list(world.attempts())
             if not attempts:
@@ -33,8 +33,9 @@ def main(mode: str, family: str, seed: str, answers: str) -> int:
             if found.wrong:
                 print("\n".join(shown), settings)
                 print(*found.wrong[:4], sep="\n")
-                print(f"--- {dict(counts)}", flush=True)
-    print(dict(counts))
+                print("---", flush=True)
+    for text, number in counts.most_common(25):
+        print(number, text)
     return bool(counts["wrong"])
 
 

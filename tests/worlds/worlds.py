@@ -11,7 +11,7 @@ from kproxy_conformance.network.addresses import NETWORKS, resolve
 from kproxy_conformance.network.namespaces import CommandFailed
 from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family
-from tests.conformance.any_services import Attempt, World
+from tests.conformance.any_services import Attempt
 from tests.conformance.test_explained import ExplainedPlay
 from tests.core.nft.random_rules import Site
 from tests.worlds.neighbours import NEIGHBOURS, Rules
@@ -40,21 +40,11 @@ def site_of(family: str) -> Site:
         (80, 81, 82, 8080, 8081, 8082, 30000, 30001, 30010, 30011, 30020))
 
 
-class Told(NamedTuple):
-    """What an answer says about a packet."""
-
-    kinds: frozenset[str]
-    """What may become of it, of the kinds of `Seen`."""
-    endpoints: frozenset[tuple[str, int]]
-    """If it is delivered or sent."""
-    is_certain: bool
-
-
 class Verdicts(NamedTuple):
     """How answers compare with packets."""
 
     counts: Counter[str]
-    """Of answers: ``right``, ``wrong`` and ``unclear``."""
+    """Of answers: ``right`` or ``wrong``; ``drawn`` if the endpoint decides, ``unclear`` if what is not known does."""
     wrong: list[str]
 
 
@@ -100,7 +90,7 @@ class WorldPlay(ExplainedPlay):
         """Remove all neighbours."""
         for table in self._node.run("nft", "list", "tables").splitlines():
             _, of, name = table.split()
-            if name not in ("judge", "kproxy") and of == "inet" or (name.startswith("t") and name[1:].isdigit()):
+            if (name not in ("judge", "kproxy") and of == "inet") or (name.startswith("t") and name[1:].isdigit()):
                 with suppress(CommandFailed):
                     self._node.run("nft", "delete", "table", of, name)
         if self._own:
@@ -127,14 +117,15 @@ class WorldPlay(ExplainedPlay):
         counts: Counter[str] = Counter()
         wrong = []
         for attempt, answer, one in zip(attempts[:MOST], answers, seen, strict=True):
-            told = told_by(answer)
-            is_right = one.kind in told.kinds and (
-                one.kind not in (DELIVERED, SENT) or (one.destination, one.port) in told.endpoints)
-            verdict = "unclear" if not told.is_certain else "right" if is_right else "wrong"
+            verdict = "right" if any(_agrees(outcome, answer, one) for outcome in _told(answer)) else "wrong"
             counts[verdict] += 1
+            if answer["outcome"] == "depends":
+                drawn = all(way["share"] is not None for way in answer["ways"])
+                counts["drawn" if drawn else "unclear"] += 1
+                counts[f"{'drawn' if drawn else 'unclear'}: {answer['because']}"] += 1
             if verdict == "wrong":
-                wrong.append(f"{attempt}: {one}, but told {answer['outcome']} {sorted(told.kinds)} "
-                             f"{sorted(told.endpoints)} {answer['kernel']}")
+                wrong.append(f"{attempt}: {one}, but told {answer['outcome']} because {answer['because']} "
+                             f"{_endpoints(answer)} {answer['kernel']}")
         return Verdicts(counts, wrong)
 
     def _attempted(self, attempt: Attempt) -> Attempted:
@@ -144,22 +135,21 @@ class WorldPlay(ExplainedPlay):
             attempt.protocol)
 
 
-def told_by(answer: dict[str, Any]) -> Told:
-    """Return what *answer* says."""
-    kernel = answer["kernel"]
-    endpoints = frozenset(_socket(each["endpoint"]) for each in kernel["endpoints"])
-    outcome = kernel["outcome"]
-    kinds = {"forwarded": {DELIVERED, SENT}, "refused": {REFUSED}, "dropped": {NOTHING}}.get(outcome, {""})
-    filters = kernel["filters"]
-    if not filters:
-        return Told(frozenset(kinds), endpoints, kinds != {""})
-    is_certain = all(" may " not in each and "unless" not in each for each in filters)
-    if not is_certain or len(endpoints) > 1:
-        return Told(frozenset(), endpoints, is_certain=False)
-    (last, *_) = filters
-    if "translate" in last or "exempt" in last:
-        return Told(frozenset({DELIVERED, SENT, NOTHING, REFUSED}), endpoints, is_certain=False)
-    return Told(frozenset({NOTHING} if "drop" in last else {REFUSED}), endpoints, is_certain=True)
+def _told(answer: dict[str, Any]) -> list[str]:
+    return [way["outcome"] for way in answer["ways"]] or [answer["outcome"]]
+
+
+def _agrees(outcome: str, answer: dict[str, Any], seen: Seen) -> bool:
+    """Return whether *seen* is one of the things that *outcome* means."""
+    if outcome == "forwarded":
+        return seen.kind in (DELIVERED, SENT) and (seen.destination, seen.port) in _endpoints(answer)
+    if outcome == "not touched":
+        return seen.kind == REFUSED or (seen.destination, seen.port) not in _endpoints(answer)
+    return {"refused": REFUSED, "dropped": NOTHING}.get(outcome, seen.kind) == seen.kind
+
+
+def _endpoints(answer: dict[str, Any]) -> set[tuple[str, int]]:
+    return {_socket(each["endpoint"]) for each in (answer["kernel"]["endpoints"] or answer["endpoints"])}
 
 
 def _socket(text: str) -> tuple[str, int]:
