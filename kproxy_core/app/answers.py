@@ -28,7 +28,7 @@ from kproxy_core.app.explain import (
     stale,
     with_relay,
 )
-from kproxy_core.app.passage import Passage, passage
+from kproxy_core.app.passage import Passage, WithMemory, passage
 from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
@@ -183,7 +183,7 @@ def _passages(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[Pa
     try:
         with (doing("read the rules of nf_tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock,
               routes.Routes() as found_routes):
-            program, routing = Program(ListedRuleset(sock)), _KernelRouting(found_routes)
+            program, routing = Program(WithMemory(ListedRuleset(sock))), _KernelRouting(found_routes)
             return [passage(case, sides.get(at), program, routing) for at, case in enumerate(found)]
     except HostError as error:
         return [Passage("", "", (str(error),)) for _ in found]

@@ -5,7 +5,6 @@ them. Where it translates elsewhere than in rules of nf_tables, the packet is fo
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -13,6 +12,7 @@ from kproxy_core.app.explain import Case, decide_case
 from kproxy_core.contract.values import KernelSide, Translation
 from kproxy_core.model.address import Address, format_socket
 from kproxy_core.model.service import Destination
+from kproxy_core.nft.expressions import BaseChain, HeldRule, HeldSet, Ruleset
 from kproxy_core.nft.interpret import End, Fate, Program
 from kproxy_core.nft.packet import (
     NO_INTERFACE,
@@ -60,9 +60,13 @@ class _Way(NamedTuple):
     is_others: bool
     """Not the service proxy decides it, but another program or the kernel."""
     share: float
-    is_settled: bool
-    """It depends on nothing but the endpoint that is drawn."""
-    endpoint: Destination | None = None
+    doubts: tuple[str, ...] | None = ()
+    """What is not known and decides whether the packet takes this way; None: how it ends is not known."""
+
+    @property
+    def is_settled(self) -> bool:
+        """It depends on nothing but the endpoint that is drawn."""
+        return self.doubts == ()
 
 
 class Way(NamedTuple):
@@ -111,7 +115,7 @@ def _ways(
         yield from _followed(case, dialled, sent.origin, wanted, side, program, routing)
         return
     if fate.outcome is not Outcome.FORWARDED:
-        yield _Way(fate.outcome, fate.because, is_others=False, share=1.0, is_settled=True)
+        yield _Way(fate.outcome, fate.because, is_others=False, share=1.0)
         return
     origin = sent.origin
     if translation is not Translation.SOCKET:  # It comes to this node first, which sends it on.
@@ -144,11 +148,11 @@ def _followed(
     result = program.interpret(seen, node)
     own = {place for place in result.rules if is_of_service_proxy(place)}
     for end in result.ends:
-        yield _way(end, dialled, wanted, side, has_met_own=bool(own))
+        yield _way(end, wanted, side, has_met_own=bool(own))
     for chain in result.unread:
         if chain.hook != "egress" and (arrives is None or not arrives.name):
             where = f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook}"
-            yield _Way(None, f"{where} is not followed", is_others=True, share=0.0, is_settled=False)
+            yield _Way(None, f"{where} is not followed", is_others=True, share=0.0, doubts=None)
 
 
 def _arrives(case: Case, routing: Routing) -> Interface | None:
@@ -180,45 +184,45 @@ def _node(routing: Routing) -> Node:
 
 
 def _way(
-    end: End, dialled: Destination, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
+    end: End, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
 ) -> _Way:
-    chance = end.branch.chance
-    is_settled = all(not case for case in chance.cases)
-    found = _outcome(end, dialled, wanted, side, has_met_own=has_met_own)
-    return found._replace(share=end.share, is_settled=is_settled and found.outcome is not None)
+    outcome, text, is_others = _outcome(end, wanted, side, has_met_own=has_met_own)
+    doubts = dict.fromkeys(sorted(each.text for case in end.branch.chance.cases for each in case))
+    return _Way(outcome, text, is_others, end.share, None if outcome is None else tuple(doubts))
 
 
 def _outcome(
-    end: End, dialled: Destination, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
-) -> _Way:
+    end: End, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
+) -> tuple[Outcome | None, str, bool]:
+    """Return the outcome at *end*, its reason, and whether another than a service proxy decides it."""
     seen, place = end.seen, end.place
     flow, connection = seen.packet.flow, seen.connection
     if end.fate in (Fate.DROPPED, Fate.REJECTED) and place is not None:
         outcome = Outcome.DROPPED if end.fate is Fate.DROPPED else Outcome.REFUSED
-        return _Way(outcome, _at(place, end), not is_of_service_proxy(place), 1.0, True)
+        return outcome, _at(place, end), not is_of_service_proxy(place)
     if end.fate is Fate.UNROUTABLE:
-        return _Way(Outcome.DROPPED, end.why or "it has no route", True, 1.0, True)
+        return Outcome.DROPPED, end.why or "it has no route", True
     if end.fate not in (Fate.DELIVERED, Fate.SENT):
-        return _Way(None, _at(place, end) if place is not None else end.fate.value, True, 1.0, False)
+        return None, _at(place, end) if place is not None else end.fate.value, True
     if wanted is None:
         if end.fate is Fate.DELIVERED:
-            return _Way(Outcome.FORWARDED, "", False, 1.0, True)
-        return _Way(Outcome.UNTOUCHED, _untouched(seen, end), True, 1.0, True)
+            return Outcome.FORWARDED, "", False
+        return Outcome.UNTOUCHED, _untouched(seen, end), True
     by = connection.translated_by if connection is not None else None
     if flow.destination is None or flow.port is None:
         if by is not None and is_of_service_proxy(by):  # The endpoint that affinity remembers.
-            return _Way(Outcome.FORWARDED, "", False, 1.0, True)
-        return _Way(None, "it is translated to an address that is not known", True, 1.0, False)
+            return Outcome.FORWARDED, "", False
+        return None, "it is translated to an address that is not known", True
     where = Destination(flow.destination, flow.port)
     if where in wanted:
-        return _Way(Outcome.FORWARDED, "", False, 1.0, True, where)
+        return Outcome.FORWARDED, "", False
     if connection is not None and connection.status & Status.DST_NAT and by is not None:
         text = f"{_named(by)} translates it to {format_socket(*where)}"
-        return _Way(Outcome.UNTOUCHED, text, not is_of_service_proxy(by), 1.0, True, where)
+        return Outcome.UNTOUCHED, text, not is_of_service_proxy(by)
     if side is not None and side.fate is not None and side.fate.outcome is not Outcome.UNTOUCHED and (
             seen.untracked_by is None and not has_met_own):
-        return _Way(None, "the rules that serve it are not those of nf_tables", False, 1.0, False)
-    return _Way(Outcome.UNTOUCHED, _untouched(seen, end), seen.untracked_by is not None, 1.0, True)
+        return None, "the rules that serve it are not those of nf_tables", False
+    return Outcome.UNTOUCHED, _untouched(seen, end), seen.untracked_by is not None
 
 
 def _untouched(seen: Seen, end: End) -> str:
@@ -247,19 +251,31 @@ def _told(ways: Sequence[_Way], planned: Planned, fate: Planned) -> Passage:
 def _depends(ways: Sequence[_Way], places: tuple[str, ...]) -> Passage:
     """Return the answer for packets that end in several ways. Shares are told if the endpoint alone decides."""
     is_settled = all(way.is_settled for way in ways)
-    shares: Counter[tuple[Outcome | None, str]] = Counter()
+    shares: dict[tuple[Outcome | None, str], float] = {}
+    doubts: dict[str, None] = {}
     for way in ways:
-        text = "" if way.outcome is Outcome.FORWARDED else way.text if is_settled else _placed(way)
-        shares[way.outcome, text] += way.share
-    told = [
+        text = "" if way.outcome is Outcome.FORWARDED else way.text if is_settled else _perhaps(way)
+        shares[way.outcome, text] = shares.get((way.outcome, text), 0.0) + way.share
+        doubts |= dict.fromkeys(way.doubts or ())
+    told = tuple(
         Way(outcome.value if outcome else "unknown", text, round(share, 6) if is_settled else None)
-        for (outcome, text), share in shares.items()]
-    return Passage(DEPENDS, "; ".join(map(str, told[:_MOST_PLACES + 1])), places, tuple(told))
+        for (outcome, text), share in shares.items())
+    because = "; ".join(map(str, told[:_MOST_PLACES + 1]))
+    return Passage(DEPENDS, because + _not_understood(tuple(doubts)), places, told)
 
 
 def _placed(way: _Way) -> str:
+    return _perhaps(way) + _not_understood(way.doubts or ())
+
+
+def _perhaps(way: _Way) -> str:
     return way.text if way.is_settled else way.text.replace(" drops it", " may drop it").replace(
         " rejects it", " may reject it")
+
+
+def _not_understood(doubts: Sequence[str]) -> str:
+    more = f" and {len(doubts) - _MOST_DOUBTS} more" if len(doubts) > _MOST_DOUBTS else ""
+    return printable(f"; not understood: {', '.join(doubts[:_MOST_DOUBTS])}{more}") if doubts else ""
 
 
 def _named(place: Place) -> str:
@@ -270,10 +286,7 @@ def _named(place: Place) -> str:
 def _at(place: Place, end: End) -> str:
     verb = {Fate.DROPPED: "drops", Fate.REJECTED: "rejects", Fate.QUEUED: "queues"}.get(end.fate, "ends")
     counted = "" if end.packets is None else f" ({end.packets} packets so far)"
-    doubts = end.doubts
-    more = f" and {len(doubts) - _MOST_DOUBTS} more" if len(doubts) > _MOST_DOUBTS else ""
-    told = f"; not understood: {', '.join(doubts[:_MOST_DOUBTS])}{more}" if doubts else ""
-    return f"{_named(place)} {verb} it{counted}{printable(told)}"
+    return f"{_named(place)} {verb} it{counted}"
 
 
 _SERVICE_CHAIN: Final = re.compile(
@@ -284,5 +297,25 @@ _SERVICE_CHAIN: Final = re.compile(
 
 def is_of_service_proxy(place: Place) -> bool:
     """Return whether a rule is one of kproxy's or kube-proxy's."""
-    return place.table in ("kproxy", "kube-proxy") or place.table.startswith("kproxy-") or (
-        _SERVICE_CHAIN.fullmatch(place.chain) is not None)
+    return _is_table_of_service_proxy(place.table) or _SERVICE_CHAIN.fullmatch(place.chain) is not None
+
+
+def _is_table_of_service_proxy(name: str) -> bool:
+    return name in ("kproxy", "kube-proxy") or name.startswith("kproxy-")
+
+
+class WithMemory:
+    """A ruleset in which the sets of service proxies, which packets fill, know what they hold: affinity."""
+
+    def __init__(self, ruleset: Ruleset) -> None:
+        self._ruleset = ruleset
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        return self._ruleset.base_chains()
+
+    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
+        return self._ruleset.rules(family, table, chain)
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        held = self._ruleset.held_set(family, table, name)
+        return held._replace(is_filled_by_packets=False) if held and _is_table_of_service_proxy(table) else held
