@@ -29,6 +29,8 @@ from kproxy_core.app.explain import (
     with_relay,
 )
 from kproxy_core.app.passage import Passage, WithMemory, passage
+from kproxy_core.app.programs import Program as Writer
+from kproxy_core.app.programs import program_of
 from kproxy_core.app.requests import Answer, Compare, Explain, Targets
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError, PluginFailed
@@ -36,9 +38,11 @@ from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Update
 from kproxy_core.kube.encode import encode_node, encode_objects, encode_service_cidr
 from kproxy_core.kube.store import Store
-from kproxy_core.linux import process, routes
+from kproxy_core.linux import process, routes, sysctl
 from kproxy_core.linux.addresses import interface_towards, read_interface_addresses
 from kproxy_core.linux.errors import HostError, doing
+from kproxy_core.linux.libnftables import rule_text
+from kproxy_core.linux.links import Link, read_links
 from kproxy_core.linux.modules import Modules, Presence
 from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
@@ -47,7 +51,7 @@ from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.interpret import Program
-from kproxy_core.nft.packet import Interface, Route
+from kproxy_core.nft.packet import Interface, Place, Route
 from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.plan.endpoints import Candidates
 from kproxy_core.plan.last_resort import LastResort
@@ -172,6 +176,7 @@ def explain_cases(
             if found_here.outcome:
                 one["outcome"], one["because"] = found_here.outcome, found_here.because
             one["ways"] = [way._asdict() for way in found_here.ways]
+            one["remedy"] = found_here.remedy
             one["kernel"]["filters"] = list(found_here.places)
     return answers
 
@@ -183,17 +188,21 @@ def _passages(found: Sequence[Case], sides: Mapping[int, KernelSide]) -> list[Pa
     try:
         with (doing("read the rules of nf_tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock,
               routes.Routes() as found_routes):
-            program, routing = Program(WithMemory(ListedRuleset(sock))), _KernelRouting(found_routes)
-            return [passage(case, sides.get(at), program, routing) for at, case in enumerate(found)]
+            listed = ListedRuleset(sock)
+            program, kernel = Program(WithMemory(listed)), _ThisKernel(listed, found_routes)
+            return [passage(case, sides.get(at), program, kernel) for at, case in enumerate(found)]
     except HostError as error:
         return [Passage("", "", (str(error),)) for _ in found]
 
 
-class _KernelRouting:
-    """The routes of this node, as the interpreter of rules wants them."""
+class _ThisKernel:
+    """What the kernel tells besides its rules, as `NodeKernel` wants it. Each is read once."""
 
-    def __init__(self, found: routes.Routes) -> None:
+    def __init__(self, ruleset: ListedRuleset, found: routes.Routes) -> None:
+        self._ruleset = ruleset
         self._routes = found
+        self._texts: dict[Place, str] = {}
+        self._links: dict[int, Link] | None = None
         self._addresses: dict[int, list[Address]] = {}
         for each in read_interface_addresses():
             self._addresses.setdefault(each.interface, []).append(each.address)
@@ -209,6 +218,26 @@ class _KernelRouting:
 
     def addresses(self, interface: Interface) -> Sequence[Address]:
         return self._addresses.get(interface.number, ())
+
+    def filters_bridge(self, interface: Interface, family: Family) -> bool:
+        if self._links is None:
+            self._links = {link.number: link for link in read_links()}
+        link = self._links.get(interface.number)
+        if link is None or link.kind != "bridge":
+            return False
+        try:
+            for_all = sysctl.read(f"net/bridge/bridge-nf-call-{family.ip}tables") == "1"
+        except HostError:
+            return False  # Without br_netfilter.
+        return for_all or link.calls[family is Family.IPV6]
+
+    def writer(self, place: Place) -> Writer | None:
+        return program_of(place, self._ruleset.chain_names)
+
+    def rule_text(self, place: Place) -> str:
+        if place not in self._texts:
+            self._texts[place] = rule_text(place.family, place.table, place.chain, place.handle)
+        return self._texts[place]
 
 
 def _as_rules_see(found: routes.Route) -> Route:

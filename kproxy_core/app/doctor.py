@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from kproxy_core.app.drops import Drop, FilteredPacket
-from kproxy_core.app.filters import place
+from kproxy_core.app.drops import Drop, FilteredPacket, in_words
+from kproxy_core.app.programs import REMEDY, REMEDY_OF_TRANSLATION, program_of
 from kproxy_core.linux.links import Link, shortened, unaddressed_links
 from kproxy_core.linux.node_state import NodeState
 from kproxy_core.model.address import (
@@ -292,38 +292,6 @@ def _pod_ports(state: NodeState) -> list[Link]:
         by_number[link.master].name)]
 
 
-# Programs that write filter chains, by the names of their tables and chains.
-
-
-class _Owner(NamedTuple):
-    name: str
-    remedy: str
-    tables: tuple[str, ...] = ()
-    chains: tuple[str, ...] = ()
-    """Beginnings of names. A policy is theirs if its table has such a chain."""
-
-    def wrote(self, drop: Drop, chains: frozenset[str]) -> bool:
-        return drop.table in self.tables or any(
-            name.startswith(self.chains) for name in (chains if drop.rule is None else {drop.chain}))
-
-
-_OWNERS: Final = (
-    _Owner(
-        "firewalld", "put the pods' networks into a zone that accepts: firewall-cmd --permanent "
-        "--zone=trusted --add-source=NETWORK && firewall-cmd --reload",
-        tables=("firewalld",), chains=("FWD_",)),
-    _Owner(
-        "ufw", "ufw default allow routed, or ufw route allow from NETWORK and ufw route allow to NETWORK",
-        chains=("ufw-", "ufw6-")),
-    _Owner(
-        "Docker", "accept the pods' networks: iptables -I DOCKER-USER -s NETWORK -j ACCEPT, and the same "
-        "with -d; Docker leaves the policy alone if net.ipv4.ip_forward is 1 before it starts",
-        tables=("docker-bridges",), chains=("DOCKER",)),
-)
-_REMEDY = "accept packets from and to the pods' networks before this rule"
-_REMEDY_OF_TRANSLATION = (
-    "remove what that rule is for, such as a hostPort that is a node port, too; `kproxy explain` follows "
-    "single packets")
 _MOST_NAMED = 6
 """Senders and frontends in one finding."""
 
@@ -345,20 +313,20 @@ def drop_findings(
     found = []
     for of_place in by_place.values():
         drop, text = of_place[0].drop, of_place[0].text
-        chains = chains_of.get((drop.family, drop.table), frozenset())
-        owner = next((each for each in _OWNERS if each.wrote(drop, chains)), None)
-        evidence = [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
+        owner = program_of(
+            drop.place, lambda family, table: chains_of.get((family, table), frozenset()))
+        evidence = [in_words(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
                     *_ways([stop.sample for stop in of_place])]
         if drop.translates_to is not None:
             found.append(Finding(
                 "translation", f"{owner.name if owner else 'another program'} translates packets to Services "
-                "before kproxy does, and no endpoint gets them", evidence, _REMEDY_OF_TRANSLATION))
+                "before kproxy does, and no endpoint gets them", evidence, REMEDY_OF_TRANSLATION))
             continue
         whose = f"{owner.name} " if owner else "a filter of another program "
         which = "to Services" if of_place[0].sample.hook else "that this node forwards"
         found.append(Finding(
             "firewall", f"{whose}{'rejects' if drop.rejects else 'drops'} packets {which}", evidence,
-            owner.remedy if owner else _REMEDY))
+            owner.remedy if owner else REMEDY))
     return found
 
 
@@ -658,4 +626,4 @@ def unclear(state: NodeState, stops: Sequence[Stop]) -> list[str]:
         if table.partition(" ")[2] in ("filter", "mangle", "raw", "security"):
             found[f"table {printable(table)} of iptables-legacy is not read"] = None
     doubtful = (stop.drop for stop in stops if stop.drop.is_met and stop.drop.doubts)
-    return list(found | dict.fromkeys(place(drop, "them") for drop in doubtful))
+    return list(found | dict.fromkeys(in_words(drop, "them") for drop in doubtful))

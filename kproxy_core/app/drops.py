@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.nft.expressions import CERTAIN, BaseChain, Branch, Chance, Ruleset
 from kproxy_core.nft.interpret import End, Fate, Program, Way, track
 from kproxy_core.nft.packet import (
@@ -21,6 +21,7 @@ from kproxy_core.nft.packet import (
     Seen,
     Status,
 )
+from kproxy_core.observe.logs import printable
 
 
 class FilteredPacket(NamedTuple):
@@ -73,6 +74,10 @@ class Drop(NamedTuple):
     @property
     def is_certain(self) -> bool:
         return self.is_met and not self.doubts
+
+    @property
+    def place(self) -> Place:
+        return Place(self.family, self.table, self.chain, self.rule, self.handle)
 
 
 def drops(
@@ -215,3 +220,31 @@ KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 
 def _is_not_service_chain(name: str) -> bool:
     return _SERVICE_CHAIN.fullmatch(name) is None
+
+
+# In words.
+
+
+def in_words(drop: Drop, what: str = "it") -> str:
+    """Return a drop in words, as ``nft table inet firewalld, chain filter_FORWARD, rule 12 drops it``.
+
+    *what* are the packets.
+    """
+    rule = f"rule {drop.rule}" if drop.rule is not None else "its policy"
+    verb, end = ("reject" if drop.rejects else "drop"), ""
+    if drop.exempts:
+        verb, end = "exempt", " from translation: it is not tracked"
+    if drop.translates_to is not None:
+        address, port = drop.translates_to
+        to = "another address" if address is None else format_address(address)
+        verb = "translate"
+        end = f" to {to}" if address is None or port is None else f" to {format_socket(address, port)}"
+    verb = f"{verb}s {what}{end}" if drop.is_met else f"may {verb} {what}{end}"
+    if drop.is_met and drop.doubts:
+        verb += f" unless an earlier rule accepts {what}"
+    counted = "" if drop.packets is None else f" ({drop.packets} packets so far)"
+    doubts = f"; not understood: {', '.join(drop.doubts[:3])}" if drop.doubts else ""
+    if len(drop.doubts) > 3:
+        doubts += f" and {len(drop.doubts) - 3} more"
+    return printable(
+        f"nft table {drop.family} {drop.table}, chain {drop.chain}, {rule} {verb}{counted}{doubts}")

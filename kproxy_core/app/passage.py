@@ -9,13 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from kproxy_core.app.explain import Case, decide_case
+from kproxy_core.app.programs import REMEDY
+from kproxy_core.app.programs import Program as Writer
 from kproxy_core.contract.values import KernelSide, Translation
-from kproxy_core.model.address import Address, format_socket
+from kproxy_core.model.address import Address, Family, format_socket, is_loopback
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.expressions import BaseChain, HeldRule, HeldSet, Ruleset
+from kproxy_core.nft.expressions import BaseChain, HeldSet, Ruleset
 from kproxy_core.nft.interpret import End, Fate, Program
 from kproxy_core.nft.packet import (
     NO_INTERFACE,
+    RTN_UNREACHABLE,
+    Connection,
     Flow,
     Interface,
     Node,
@@ -25,10 +29,12 @@ from kproxy_core.nft.packet import (
     Route,
     Seen,
     Status,
+    Tracking,
 )
+from kproxy_core.nft.rules import HeldRule
 from kproxy_core.observe.logs import printable
-from kproxy_core.plan.fate import EndpointShare, Origin, Outcome, stand_in
 from kproxy_core.plan.fate import Fate as Planned
+from kproxy_core.plan.fate import Origin, Outcome, stand_in
 
 DEPENDS = "depends"
 """The outcome of packets that end in different ways, or of which not everything is known."""
@@ -38,8 +44,8 @@ _MOST_PLACES = 3
 _MOST_DOUBTS = 3
 
 
-class Routing(Protocol):
-    """The routes of this node."""
+class NodeKernel(Protocol):
+    """What the kernel of this node tells besides its rules. All raise OSError."""
 
     def leaving(self, destination: Address, mark: int) -> Route: ...
 
@@ -49,6 +55,15 @@ class Routing(Protocol):
         """Return the interface to which the route to *address* leads; None without one."""
 
     def addresses(self, interface: Interface) -> Sequence[Address]: ...
+
+    def filters_bridge(self, interface: Interface, family: Family) -> bool:
+        """Return whether rules for IP meet packets between the ports of a bridge (br_netfilter)."""
+
+    def writer(self, place: Place) -> Writer | None:
+        """Return the program that wrote a rule or policy; None: not known."""
+
+    def rule_text(self, place: Place) -> str:
+        """Return a rule as nft writes it; "" for a policy, or if it cannot."""
 
 
 class _Way(NamedTuple):
@@ -62,11 +77,18 @@ class _Way(NamedTuple):
     share: float
     doubts: tuple[str, ...] | None = ()
     """What is not known and decides whether the packet takes this way; None: how it ends is not known."""
+    place: Place | None = None
+    """The rule or policy that ends it, translates it elsewhere or exempts it."""
 
     @property
     def is_settled(self) -> bool:
         """It depends on nothing but the endpoint that is drawn."""
         return self.doubts == ()
+
+    @property
+    def is_untouched(self) -> bool:
+        """No rule has translated it, or kept it from being translated."""
+        return self.outcome is Outcome.UNTOUCHED and self.place is None
 
 
 class Way(NamedTuple):
@@ -91,202 +113,231 @@ class Passage(NamedTuple):
     """Where others end them, or may, in words."""
     ways: tuple[Way, ...] = ()
     """If that depends on something."""
+    remedy: str = ""
 
 
-def passage(case: Case, side: KernelSide | None, program: Program, routing: Routing) -> Passage:
+def passage(case: Case, side: KernelSide | None, program: Program, kernel: NodeKernel) -> Passage:
     """Return what becomes of the packet of *case*. *side*: what the mode's own objects do. Raises OSError."""
-    planned = decide_case(case)
+    planned, sent = decide_case(case), case.question.packet
     fate = side.fate if side is not None and side.fate is not None else planned
-    ways = list(_ways(case, side, fate, program, routing))
-    return _told(ways, planned, fate)
+    ways = list(_ways(case, side, fate, _Walk(case, program, kernel)))
+    if planned.outcome is Outcome.REFUSED and is_loopback(sent.destination) and not any(
+            way.is_others for way in ways):
+        return Passage(planned.outcome.value, planned.because, ())  # Nothing listens there.
+    return _told(ways, planned, fate, kernel)
 
 
 # The packet and its node.
 
 
-def _ways(
-    case: Case, side: KernelSide | None, fate: Planned, program: Program, routing: Routing
-) -> Iterator[_Way]:
+def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> Iterator[_Way]:
     translation = Translation.RULES if side is None else side.translation
-    sent = case.question.packet
+    sent, choices = case.question.packet, fate.choices[:_MOST_ENDPOINTS]
+    dialled = Destination(sent.destination, sent.port)
     if translation is Translation.RULES:
-        dialled = Destination(sent.destination, sent.port)
-        wanted = {choice.where for choice in fate.choices}
-        yield from _followed(case, dialled, sent.origin, wanted, side, program, routing)
-        return
+        ways = list(walk.followed(dialled, sent.origin, {choice.where for choice in fate.choices}))
+        if side is None or not any(way.is_untouched for way in ways) or walk.has_met_proxy or (
+                fate.outcome is Outcome.UNTOUCHED):
+            yield from ways
+            return
+        # Its rules are those of iptables-legacy, which translate before the other tables filter.
+        for choice in choices:
+            for way in walk.followed(choice.where, sent.origin, {choice.where}, dialled=dialled):
+                yield way._replace(share=way.share * choice.share)
     if fate.outcome is not Outcome.FORWARDED:
         yield _Way(fate.outcome, fate.because, is_others=False, share=1.0)
+    if fate.outcome is not Outcome.FORWARDED or translation is Translation.RULES:
         return
-    origin = sent.origin
     if translation is not Translation.SOCKET:  # It comes to this node first, which sends it on.
-        dialled = Destination(sent.destination, sent.port)
-        first = list(_followed(case, dialled, origin, None, side, program, routing))
+        first = list(walk.followed(dialled, sent.origin, None))
         if any(way.outcome is not Outcome.FORWARDED for way in first):
             yield from first
             return
-        origin = Origin.NODE
-    for choice in _few(fate.choices):
-        for way in _followed(case, choice.where, origin, {choice.where}, side, program, routing):
+    for choice in choices:
+        origin = sent.origin if translation is Translation.SOCKET else Origin.NODE
+        for way in walk.followed(
+                choice.where, origin, {choice.where}, is_relayed=translation is Translation.RELAY):
             yield way._replace(share=way.share * choice.share)
 
 
-def _few(choices: Sequence[EndpointShare]) -> Sequence[EndpointShare]:
-    return choices[:_MOST_ENDPOINTS]
+class _Walk:
+    """The ways of the packets of one case."""
+
+    def __init__(self, case: Case, program: Program, kernel: NodeKernel) -> None:
+        self._case = case
+        self._program = program
+        self._kernel = kernel
+        self.has_met_proxy = False
+        """Some packet has met a rule of a service proxy."""
+
+    def followed(
+        self, to: Destination, origin: Origin, wanted: set[Destination] | None, *,
+        is_relayed: bool = False, dialled: Destination | None = None,
+    ) -> Iterator[_Way]:
+        """Yield the ways of a packet to *to*.
+
+        *wanted*: endpoints to come to; None: this node, which sends it on. *is_relayed*: a process of this
+        node sends it, from an address of its own. *dialled*: the destination before a translation that no
+        rule of nf_tables makes.
+        """
+        sent = self._case.question.packet
+        source = None if is_relayed else sent.source
+        flow = Flow(source, to.address, None, to.port)
+        arrives = NO_INTERFACE if origin is Origin.NODE else _arrives(self._case, self._kernel)
+        seen = Seen(
+            Packet.of(sent.family, sent.protocol, flow), arrives, NO_INTERFACE, origin is Origin.NODE)
+        if dialled is not None:
+            original = flow._replace(destination=dialled.address, port=dialled.port)
+            seen = seen._replace(tracking=Tracking.TRACKED, connection=Connection(
+                original, flow.reversed(), Status.DST_NAT | Status.DST_NAT_DONE))
+        result = self._program.interpret(seen, _node(self._kernel))
+        self.has_met_proxy = self.has_met_proxy or any(map(is_of_service_proxy, result.rules))
+        for end in result.ends:
+            yield _way(end, wanted)
+        for chain in result.unread:
+            if chain.hook != "egress" and (arrives is None or not arrives.name):
+                where = f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook}"
+                yield _Way(None, f"{where} is not followed", is_others=True, share=0.0, doubts=None)
 
 
-def _followed(
-    case: Case, dialled: Destination, origin: Origin, wanted: set[Destination] | None,
-    side: KernelSide | None, program: Program, routing: Routing,
-) -> Iterator[_Way]:
-    """Yield the ways of a packet to *dialled*. *wanted*: endpoints to come to; None: this node, to be sent on."""
-    sent, node = case.question.packet, _node(routing)
-    is_from_node = origin is Origin.NODE
-    is_own = sent.origin is Origin.NODE or not is_from_node
-    flow = Flow(sent.source if is_own else None, dialled.address, None, dialled.port)
-    arrives = NO_INTERFACE if is_from_node else _arrives(case, routing)
-    seen = Seen(Packet.of(sent.family, sent.protocol, flow), arrives, NO_INTERFACE, is_from_node)
-    result = program.interpret(seen, node)
-    own = {place for place in result.rules if is_of_service_proxy(place)}
-    for end in result.ends:
-        yield _way(end, wanted, side, has_met_own=bool(own))
-    for chain in result.unread:
-        if chain.hook != "egress" and (arrives is None or not arrives.name):
-            where = f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook}"
-            yield _Way(None, f"{where} is not followed", is_others=True, share=0.0, doubts=None)
-
-
-def _arrives(case: Case, routing: Routing) -> Interface | None:
+def _arrives(case: Case, kernel: NodeKernel) -> Interface | None:
     """Return the interface by which the packet comes; None: not known."""
     sent = case.question.packet
-    found = routing.towards(sent.source)
-    if case.is_typical and sent.origin is Origin.POD and found == routing.towards(
+    found = kernel.towards(sent.source)
+    if case.is_typical and sent.origin is Origin.POD and found == kernel.towards(
             stand_in(Origin.OUTSIDE, case.question.node)):
         return None  # The route to an example's address says nothing about pods.
     return found
 
 
-def _node(routing: Routing) -> Node:
+def _node(kernel: NodeKernel) -> Node:
     def route(address: Address, mark: Number) -> Route | None:
-        return routing.leaving(address, mark) if isinstance(mark, int) else None
+        return kernel.leaving(address, mark) if isinstance(mark, int) else None
 
     def arriving(seen: Seen) -> Route | None:
         flow = seen.packet.flow
         if flow.destination is None or not isinstance(seen.mark, int):
             return None
         if seen.input is None or flow.source is None:
-            return routing.leaving(flow.destination, seen.mark)
-        return routing.arrived(flow.destination, flow.source, seen.input.name, seen.mark)
+            return kernel.leaving(flow.destination, seen.mark)
+        found = kernel.arrived(flow.destination, flow.source, seen.input.name, seen.mark)
+        if found.type == RTN_UNREACHABLE and kernel.filters_bridge(seen.input, seen.packet.family):
+            back = kernel.leaving(flow.destination, seen.mark)
+            return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_hooks.c).
+        return found
 
-    return Node(route, lambda interface, _: routing.addresses(interface), arriving)
+    return Node(route, lambda interface, _: kernel.addresses(interface), arriving)
 
 
 # One end of its ways.
 
 
-def _way(
-    end: End, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
-) -> _Way:
-    outcome, text, is_others = _outcome(end, wanted, side, has_met_own=has_met_own)
+def _way(end: End, wanted: set[Destination] | None) -> _Way:
     doubts = dict.fromkeys(sorted(each.text for case in end.branch.chance.cases for each in case))
-    return _Way(outcome, text, is_others, end.share, None if outcome is None else tuple(doubts))
+    found = _ended(end, wanted)
+    return found._replace(share=end.share, doubts=None if found.outcome is None else tuple(doubts))
 
 
-def _outcome(
-    end: End, wanted: set[Destination] | None, side: KernelSide | None, *, has_met_own: bool
-) -> tuple[Outcome | None, str, bool]:
-    """Return the outcome at *end*, its reason, and whether another than a service proxy decides it."""
+def _ended(end: End, wanted: set[Destination] | None) -> _Way:
+    """Return the way to *end*, as if all packets took it."""
     seen, place = end.seen, end.place
     flow, connection = seen.packet.flow, seen.connection
-    if end.fate in (Fate.DROPPED, Fate.REJECTED) and place is not None:
-        outcome = Outcome.DROPPED if end.fate is Fate.DROPPED else Outcome.REFUSED
-        return outcome, _at(place, end), not is_of_service_proxy(place)
+    if place is not None and (verb := _VERBS.get(end.fate)):
+        counted = "" if end.packets is None else f" ({end.packets} packets so far)"
+        return _Way(_OUTCOMES.get(end.fate), f"{verb} it{counted}", not is_of_service_proxy(place), 1.0,
+                    place=place)
     if end.fate is Fate.UNROUTABLE:
-        return Outcome.DROPPED, end.why or "it has no route", True
+        return _Way(Outcome.DROPPED, end.why or "it has no route", True, 1.0)
     if end.fate not in (Fate.DELIVERED, Fate.SENT):
-        return None, _at(place, end) if place is not None else end.fate.value, True
-    if wanted is None:
-        if end.fate is Fate.DELIVERED:
-            return Outcome.FORWARDED, "", False
-        return Outcome.UNTOUCHED, _untouched(seen, end), True
+        return _Way(None, end.fate.value, True, 1.0, place=place)
+    if seen.untracked_by is not None and wanted is not None:
+        return _Way(Outcome.UNTOUCHED, "exempts it from translation: it is not tracked", True, 1.0,
+                    place=seen.untracked_by)
     by = connection.translated_by if connection is not None else None
+    is_proxys = by is not None and is_of_service_proxy(by)
     if flow.destination is None or flow.port is None:
-        if by is not None and is_of_service_proxy(by):  # The endpoint that affinity remembers.
-            return Outcome.FORWARDED, "", False
-        return None, "it is translated to an address that is not known", True
+        if is_proxys:  # The endpoint that affinity remembers.
+            return _Way(Outcome.FORWARDED, "", False, 1.0)
+        return _Way(None, "translates it to an address that is not known", True, 1.0, place=by)
     where = Destination(flow.destination, flow.port)
-    if where in wanted:
-        return Outcome.FORWARDED, "", False
-    if connection is not None and connection.status & Status.DST_NAT and by is not None:
-        text = f"{_named(by)} translates it to {format_socket(*where)}"
-        return Outcome.UNTOUCHED, text, not is_of_service_proxy(by)
-    if side is not None and side.fate is not None and side.fate.outcome is not Outcome.UNTOUCHED and (
-            seen.untracked_by is None and not has_met_own):
-        return None, "the rules that serve it are not those of nf_tables", False
-    return Outcome.UNTOUCHED, _untouched(seen, end), seen.untracked_by is not None
+    if where in wanted if wanted is not None else end.fate is Fate.DELIVERED:
+        return _Way(Outcome.FORWARDED, "", False, 1.0)
+    if by is not None and connection is not None and connection.status & Status.DST_NAT:
+        return _Way(
+            Outcome.UNTOUCHED, f"translates it to {format_socket(*where)}", not is_proxys, 1.0, place=by)
+    told = "it is delivered to this node" if end.fate is Fate.DELIVERED else "it is sent on as it came"
+    return _Way(Outcome.UNTOUCHED, told, False, 1.0)
 
 
-def _untouched(seen: Seen, end: End) -> str:
-    if seen.untracked_by is not None:
-        return f"{_named(seen.untracked_by)} exempts it from translation: it is not tracked"
-    return "it is delivered to this node" if end.fate is Fate.DELIVERED else "it is sent on as it came"
+_VERBS: Final = {Fate.DROPPED: "drops", Fate.REJECTED: "rejects", Fate.QUEUED: "queues", Fate.UNKNOWN: "ends"}
+_OUTCOMES: Final = {Fate.DROPPED: Outcome.DROPPED, Fate.REJECTED: Outcome.REFUSED}
 
 
 # In words.
 
 
-def _told(ways: Sequence[_Way], planned: Planned, fate: Planned) -> Passage:
+def _told(ways: Sequence[_Way], planned: Planned, fate: Planned, kernel: NodeKernel) -> Passage:
     outcomes = {way.outcome for way in ways}
     others = [way for way in ways if way.is_others]
-    places = tuple(dict.fromkeys(map(_placed, others)))[:_MOST_PLACES]
+    places = tuple(dict.fromkeys(_placed(way, kernel) for way in others))[:_MOST_PLACES]
+    remedy = next(filter(None, (_remedy(way, kernel) for way in others)), "")
     if len(outcomes) > 1 or None in outcomes:
-        return _depends(ways, places)
-    (outcome,) = outcomes
+        return _depends(ways, kernel)._replace(places=places, remedy=remedy)
     for expected in (planned, fate):
-        if outcome is expected.outcome and (outcome is Outcome.FORWARDED or not others):
+        if expected.outcome in outcomes and (expected.outcome is Outcome.FORWARDED or not others):
             return Passage(expected.outcome.value, expected.because, places)
-    (first, *_) = ways
-    return Passage(first.outcome.value, "; ".join(dict.fromkeys(way.text for way in ways)), places)
+    (outcome,) = filter(None, outcomes)
+    because = "; ".join(dict.fromkeys(_said(way, kernel) for way in ways))
+    return Passage(outcome.value, because, places, remedy=remedy)
 
 
-def _depends(ways: Sequence[_Way], places: tuple[str, ...]) -> Passage:
-    """Return the answer for packets that end in several ways. Shares are told if the endpoint alone decides."""
+def _depends(ways: Sequence[_Way], kernel: NodeKernel) -> Passage:
+    """Return the answer for packets that end in several ways; with shares, if the endpoint alone decides."""
     is_settled = all(way.is_settled for way in ways)
     shares: dict[tuple[Outcome | None, str], float] = {}
     doubts: dict[str, None] = {}
     for way in ways:
-        text = "" if way.outcome is Outcome.FORWARDED else way.text if is_settled else _perhaps(way)
+        text = "" if way.outcome is Outcome.FORWARDED else _said(way, kernel)
         shares[way.outcome, text] = shares.get((way.outcome, text), 0.0) + way.share
         doubts |= dict.fromkeys(way.doubts or ())
     told = tuple(
         Way(outcome.value if outcome else "unknown", text, round(share, 6) if is_settled else None)
         for (outcome, text), share in shares.items())
     because = "; ".join(map(str, told[:_MOST_PLACES + 1]))
-    return Passage(DEPENDS, because + _not_understood(tuple(doubts)), places, told)
+    return Passage(DEPENDS, because + _not_understood(tuple(doubts)), (), told)
 
 
-def _placed(way: _Way) -> str:
-    return _perhaps(way) + _not_understood(way.doubts or ())
+def _said(way: _Way, kernel: NodeKernel) -> str:
+    """Return what ends the packet, as ``nft table inet f, chain c, rule 12 (firewalld) drops it``."""
+    if way.place is None:
+        return way.text
+    text = way.text
+    if not way.is_settled:
+        verb, _, rest = text.partition(" ")
+        text = f"may {verb.removesuffix('s')} {rest}"
+    place, writer = way.place, kernel.writer(way.place)
+    rule = f"rule {place.rule}" if place.rule is not None else "its policy"
+    by = f" ({writer.name})" if writer is not None else ""
+    return printable(f"nft table {place.family} {place.table}, chain {place.chain}, {rule}{by} {text}")
 
 
-def _perhaps(way: _Way) -> str:
-    return way.text if way.is_settled else way.text.replace(" drops it", " may drop it").replace(
-        " rejects it", " may reject it")
+def _placed(way: _Way, kernel: NodeKernel) -> str:
+    rule = kernel.rule_text(way.place) if way.place is not None else ""
+    return _said(way, kernel) + (f": {printable(rule)}" if rule else "") + _not_understood(way.doubts or ())
+
+
+def _remedy(way: _Way, kernel: NodeKernel) -> str:
+    if way.place is None or not way.is_settled:
+        return ""
+    writer = kernel.writer(way.place)
+    if writer is not None:
+        return writer.remedy
+    return REMEDY if way.outcome in (Outcome.DROPPED, Outcome.REFUSED) else ""
 
 
 def _not_understood(doubts: Sequence[str]) -> str:
     more = f" and {len(doubts) - _MOST_DOUBTS} more" if len(doubts) > _MOST_DOUBTS else ""
     return printable(f"; not understood: {', '.join(doubts[:_MOST_DOUBTS])}{more}") if doubts else ""
-
-
-def _named(place: Place) -> str:
-    rule = f"rule {place.rule}" if place.rule is not None else "its policy"
-    return printable(f"nft table {place.family} {place.table}, chain {place.chain}, {rule}")
-
-
-def _at(place: Place, end: End) -> str:
-    verb = {Fate.DROPPED: "drops", Fate.REJECTED: "rejects", Fate.QUEUED: "queues"}.get(end.fate, "ends")
-    counted = "" if end.packets is None else f" ({end.packets} packets so far)"
-    return f"{_named(place)} {verb} it{counted}"
 
 
 _SERVICE_CHAIN: Final = re.compile(
@@ -318,4 +369,6 @@ class WithMemory:
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
         held = self._ruleset.held_set(family, table, name)
-        return held._replace(is_filled_by_packets=False) if held and _is_table_of_service_proxy(table) else held
+        if held is None or not _is_table_of_service_proxy(table):
+            return held
+        return held._replace(is_filled_by_packets=False)

@@ -28,7 +28,7 @@ from kproxy_core.cli.run import cli_errors, registry_of
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.linux.errors import HostError, doing
-from kproxy_core.linux.libnftables import list_chain
+from kproxy_core.linux.libnftables import rule_text
 from kproxy_core.linux.node_state import NodeState, read_node_state
 from kproxy_core.linux.tracing import is_outside_ip
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
@@ -131,14 +131,7 @@ def _followed(filters: Ruleset, sample: Sample, text: Callable[[Drop], str]) -> 
 
 def _text(drop: Drop) -> str:
     """Return the rule of a certain drop as nft writes it; "" if it cannot."""
-    if not drop.handle or not drop.is_certain:
-        return ""
-    try:
-        listed = list_chain(drop.family, drop.table, drop.chain, ["handle_output"])
-    except HostError:
-        return ""
-    mark = f" # handle {drop.handle}"
-    return next((line.strip().removesuffix(mark) for line in listed.splitlines() if line.endswith(mark)), "")
+    return rule_text(drop.family, drop.table, drop.chain, drop.handle) if drop.is_certain else ""
 
 
 def status_of(found: Found) -> int:

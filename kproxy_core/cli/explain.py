@@ -18,7 +18,8 @@ Packets = Sequence[Mapping[str, Any]]
 
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
-OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "depends": hint, "unknown": hint}
+OUTCOMES = {
+    "forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "depends": hint, "unknown": hint}
 VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
 
 
@@ -80,6 +81,8 @@ def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
     typical = ", as an example" if packet["typical_sender"] else ""
     yield f"from {_SENDERS[packet['origin']]} ({packet['from']}{typical})"
     yield _line("outcome", f"{OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
+    if remedy := packet.get("remedy"):
+        yield _line("remedy", remedy)
     if resort := packet["last_resort"]:
         yield _line("last resort", (
             f"for {resort['seconds']:.0f} s: no endpoint is ready ({max(0, resort['left']):.0f} s left)"))

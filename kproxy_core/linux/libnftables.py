@@ -86,6 +86,18 @@ def list_chain(family: str, table: str, chain: str, style: Sequence[NftOption] =
     return _list_part("chain", TableName(family, table), (chain,), style)
 
 
+def rule_text(family: str, table: str, chain: str, handle: int) -> str:
+    """Return a rule as nft writes it; "" if it has gone, or cannot be listed."""
+    if not handle:
+        return ""
+    try:
+        listed = list_chain(family, table, chain, ["handle_output"])
+    except HostError:
+        return ""
+    mark = f" # handle {handle}"
+    return next((line.strip().removesuffix(mark) for line in listed.splitlines() if line.endswith(mark)), "")
+
+
 def complaint(commands: str) -> str:
     """Return the complaint about nft commands for a kernel without rules; "" if there is none.
 
