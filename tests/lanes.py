@@ -149,7 +149,7 @@ GATE = (
     Lane("soak", ("tests/soak", _IDLE)),
     Lane("harm", ("tests/harm", *_NOT_IN_A_GUEST)),
     Lane("deploy", ("tests/deploy", _REPORT, *_NOT_IN_A_GUEST)),
-    Lane("neighbours", _NEIGHBOURS),
+    Lane("neighbours", (*_NEIGHBOURS, "tests/worlds")),
     Lane("fleet", ("tests/fleet",)),
     Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
     Lane("environments", ("tests/environments",)),

@@ -210,6 +210,9 @@ class _ThisKernel:
     def leaving(self, destination: Address, mark: int) -> Route:
         return _as_rules_see(self._routes.leaving(destination, mark))
 
+    def forwarded(self, destination: Address, mark: int) -> Route:
+        return _as_rules_see(self._routes.forwarded(destination, mark))
+
     def arrived(self, destination: Address, source: Address, interface: str, mark: int) -> Route:
         return _as_rules_see(self._routes.arrived(destination, source, interface, mark))
 

@@ -17,6 +17,7 @@ from kproxy_core.model.service import Destination
 from kproxy_core.nft.expressions import BaseChain, HeldSet, Ruleset
 from kproxy_core.nft.interpret import End, Fate, Program
 from kproxy_core.nft.packet import (
+    LOOPBACK,
     NO_INTERFACE,
     RTN_UNREACHABLE,
     Connection,
@@ -48,6 +49,9 @@ class NodeKernel(Protocol):
     """What the kernel of this node tells besides its rules. All raise OSError."""
 
     def leaving(self, destination: Address, mark: int) -> Route: ...
+
+    def forwarded(self, destination: Address, mark: int) -> Route:
+        """Return the route of a packet that arrived by some interface."""
 
     def arrived(self, destination: Address, source: Address, interface: str, mark: int) -> Route: ...
 
@@ -207,7 +211,7 @@ def _arrives(case: Case, kernel: NodeKernel) -> Interface | None:
     if case.is_typical and sent.origin is Origin.POD and found == kernel.towards(
             stand_in(Origin.OUTSIDE, case.question.node)):
         return None  # The route to an example's address says nothing about pods.
-    return found
+    return None if found == LOOPBACK else found
 
 
 def _node(kernel: NodeKernel) -> Node:
@@ -219,7 +223,7 @@ def _node(kernel: NodeKernel) -> Node:
         if flow.destination is None or not isinstance(seen.mark, int):
             return None
         if seen.input is None or flow.source is None:
-            return kernel.leaving(flow.destination, seen.mark)
+            return kernel.forwarded(flow.destination, seen.mark)
         found = kernel.arrived(flow.destination, flow.source, seen.input.name, seen.mark)
         if found.type == RTN_UNREACHABLE and kernel.filters_bridge(seen.input, seen.packet.family):
             back = kernel.leaving(flow.destination, seen.mark)

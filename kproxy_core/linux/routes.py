@@ -58,10 +58,12 @@ class Routes:
     def arrived(self, destination: Address, source: Address, interface: str, mark: int = 0) -> Route:
         """Return the route of a packet that arrived: rp_filter and the settings of forwarding apply."""
         found = self._route(destination, source, interface, mark)
-        if found.type == UNICAST and family_of(destination) is Family.IPV6 and not is_forwarded(
-                Family.IPV6, interface):
-            return Route(UNREACHABLE, why=_not_forwarded(Family.IPV6, interface))
-        return found
+        # The kernel looks at the settings of IPv6 later.
+        return _if_forwarded(found, Family.IPV6) if family_of(destination) is Family.IPV6 else found
+
+    def forwarded(self, destination: Address, mark: int = 0) -> Route:
+        """Return the route of a packet that arrived by an interface that is not known."""
+        return _if_forwarded(self.leaving(destination, mark), family_of(destination))
 
     def _route(self, destination: Address, source: Address | None, interface: str, mark: int) -> Route:
         key = destination, source, interface, mark
@@ -87,19 +89,26 @@ class Routes:
             return Route(_RTMSG.unpack_from(data, start)[7], interface_name(index), index)
 
 
-def is_forwarded(family: Family, interface: str = "") -> bool:
-    """Return whether the node forwards packets that arrive by *interface*; "": by any."""
-    # The kernel asks the interface for IPv4, and the whole namespace for IPv6.
-    scope = interface if interface and family is Family.IPV4 else "all"
-    return sysctl.read(f"net/{family.label.lower()}/conf/{scope}/forwarding") != "0"
+_FORWARDING: Final = {Family.IPV4: "net/ipv4/ip_forward", Family.IPV6: "net/ipv6/conf/all/forwarding"}
 
 
-def _not_forwarded(family: Family, interface: str) -> str:
-    if family is Family.IPV6:
-        return "net.ipv6.conf.all.forwarding is 0: this node forwards no packets"
-    if sysctl.read("net/ipv4/ip_forward") == "0":
-        return "net.ipv4.ip_forward is 0: this node forwards no packets"
-    return f"net.ipv4.conf.{interface}.forwarding is 0"
+def _if_forwarded(found: Route, family: Family) -> Route:
+    """Return a route, or that the node forwards nothing."""
+    if found.type != UNICAST or sysctl.read(_FORWARDING[family]) != "0":
+        return found
+    return Route(UNREACHABLE, why=_not_forwarded(family))
+
+
+def _not_forwarded(family: Family) -> str:
+    return f"{_FORWARDING[family].replace('/', '.')} is 0: this node forwards no packets"
+
+
+def _is_off(interface: str) -> str:
+    """Return the setting by which IPv4 packets that arrive by *interface* are not forwarded; "": they are."""
+    if sysctl.read(_FORWARDING[Family.IPV4]) == "0":
+        return _not_forwarded(Family.IPV4)
+    own = f"net/ipv4/conf/{interface}/forwarding"
+    return f"{own.replace('/', '.')} is 0" if sysctl.read(own) == "0" else ""
 
 
 def _refusal(error: OSError, destination: Address, source: Address | None, interface: str) -> str:
@@ -107,9 +116,8 @@ def _refusal(error: OSError, destination: Address, source: Address | None, inter
     to = format_address(destination)
     if error.errno == errno.EXDEV and source is not None:
         return f"rp_filter drops it: no route back to {format_address(source)} by {interface}"
-    if source is not None and error.errno == errno.EHOSTUNREACH and not is_forwarded(
-            family_of(destination), interface):
-        return _not_forwarded(family_of(destination), interface)
+    if source is not None and error.errno == errno.EHOSTUNREACH and (off := _is_off(interface)):
+        return off
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return f"no route leads to {to}"
     if error.errno == errno.EACCES:

@@ -101,8 +101,7 @@ ONLY_ENCODE = (
 
 ONLY_ANSWERS = (
     "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.drops", "kproxy_core.app.explain",
-    "kproxy_core.app.filters",
-    "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
+    "kproxy_core.app.passage", "kproxy_core.app.programs", "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
     "kproxy_core.fleet.objects", "kproxy_core.fleet.switch",
 )
 """The modules of other rooms that only compute."""
@@ -115,13 +114,14 @@ NAMES_A_BACKEND = frozenset((
     *(f"kproxy_core.{name}" for name in (
         "config.settings", "config.check", "config.file", "config.flags",
         "cli.report", "cli.unit",
-        "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays", "app.doctor", "cli.doctor",
+        "linux.libnftables_child", "linux.libnftables", "sync.node_port_relays", "app.doctor", "app.programs",
+        "cli.doctor",
         "linux.node_state", "contract.public",
     )),
 ))  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
-reports read the rules that iptables' programs left in a kernel; the doctor names settings, programs and modes
-that write chains of kube-proxy's; libnftables is the name of a library, and nftables.service the unit of a
+reports read the rules that iptables' programs left in a kernel; the doctor and remedies name settings, programs and
+modes that write chains of kube-proxy's; libnftables is the name of a library, and nftables.service the unit of a
 distribution that loads its rules; kube-proxy names its metrics of relays after the only mode that has any."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})

@@ -159,7 +159,7 @@ class PacketJudge:
                 packet = _parse(logged[_PAYLOAD])
                 if packet is None:
                     continue
-                source, source_port, destination, port, hops = packet
+                source, _, destination, port, hops = packet
                 if where == "R":
                     number = ports.get(port)
                     if number is not None:
@@ -201,8 +201,7 @@ def _is_refused(sock: socket.socket) -> bool:
 
 
 def _parse(data: bytes) -> tuple[str, int, str, int, int] | None:
-    """Return source, destination and hop limit; of an ICMP error, those of the packet that it answers, reversed.
-    """
+    """Return source, destination and hop limit; of an ICMP error, those of what it answers, reversed."""
     is_ipv4 = data[0] >> 4 == 4
     at, size, protocol, behind = (12, 4, data[9], (data[0] & 15) * 4) if is_ipv4 else (8, 16, data[6], 40)
     source, destination = data[at : at + size], data[at + size : at + 2 * size]

@@ -1,5 +1,6 @@
 """Nodes with neighbours: what `kproxy explain` says about packets there, and what becomes of them."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from kproxy_conformance.network.addresses import NETWORKS, resolve
 from kproxy_conformance.network.namespaces import CommandFailed
 from kproxy_core.linux import sysctl
 from kproxy_core.model.address import Family
-from tests.conformance.any_services import Attempt
+from tests.conformance.any_services import Attempt, World
 from tests.conformance.test_explained import ExplainedPlay
 from tests.core.nft.random_rules import Site
 from tests.worlds.neighbours import NEIGHBOURS, Rules
@@ -20,6 +21,11 @@ from tests.worlds.packets import DELIVERED, MOST, NOTHING, REFUSED, SENT, Attemp
 _SYSCTLS: Final = {
     "ipv4": ("net/ipv4/ip_forward", "net/ipv4/conf/all/rp_filter", "net/ipv4/conf/eth0/rp_filter"),
     "ipv6": ("net/ipv6/conf/all/forwarding",)}
+
+
+_RANDOM: Final = re.compile(
+    r"limit|quota|numgen|random|statistic|ct count|meter|length|hash|maxseg|skuid|dscp")
+"""Words of rules that depend on more than the packets that are explained."""
 
 
 def site_of(family: str) -> Site:
@@ -36,7 +42,7 @@ def site_of(family: str) -> Site:
         ["10.244.1.1-10.244.2.13", "172.18.0.1-172.18.0.100"] if is_ipv4 else [
             "fd00:10:244:1::1-fd00:10:244:2::13", "fd00:172:18::1-fd00:172:18::100"],
         ["0.0.255.0 == 0.0.1.0", "255.255.0.0 == 10.244.0.0"] if is_ipv4 else ["0:ffff:: == 0:10::"],
-        *at("service_net", "service_net"), ("eth0", "eth1", "kcbr0", "kcveth2", "lo"),
+        at("service_net")[0], at("service_net")[0], ("eth0", "eth1", "kcbr0", "kcveth2", "lo"),
         (80, 81, 82, 8080, 8081, 8082, 30000, 30001, 30010, 30011, 30020))
 
 
@@ -44,7 +50,8 @@ class Verdicts(NamedTuple):
     """How answers compare with packets."""
 
     counts: Counter[str]
-    """Of answers: ``right`` or ``wrong``; ``drawn`` if the endpoint decides, ``unclear`` if what is not known does."""
+    """Of answers: ``right`` or ``wrong``. ``drawn``: the endpoint decides, ``random``: so does a rule that
+    matches at random, ``unclear``: what is not known decides."""
     wrong: list[str]
 
 
@@ -55,10 +62,15 @@ class WorldPlay(ExplainedPlay):
         super().__init__(mode, family, directory)
         self._node = self._stage.topology["node"]
         self._judge = PacketJudge(self._stage.topology, family)
-        close, self.close = self.close, lambda: (self._judge.close(), close())  # type: ignore[func-returns-value]
+        self._close_stage, self.close = self.close, self._close
         self._programs = {"ipv4": "iptables", "ipv6": "ip6tables"}[family]
+        self._rules = ""
 
-    def neighboured(self, random: Random) -> tuple[list[str], dict[str, int]]:
+    def _close(self) -> None:
+        self._judge.close()
+        self._close_stage()
+
+    def neighboured(self, random: Random) -> str:
         """Have some neighbours, and some settings of the kernel; return them."""
         names = random.sample(sorted(NEIGHBOURS), random.choice((1, 1, 2, 3)))
         family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
@@ -74,7 +86,8 @@ class WorldPlay(ExplainedPlay):
             if random.random() < 0.06:
                 settings[name] = value
                 self._set(name, value)
-        return shown, settings
+        self._rules = "\n".join((*shown, *(f"{name} = {value}" for name, value in settings.items())))
+        return self._rules
 
     def _add(self, rules: Rules) -> bool:
         try:
@@ -90,7 +103,7 @@ class WorldPlay(ExplainedPlay):
         """Remove all neighbours."""
         for table in self._node.run("nft", "list", "tables").splitlines():
             _, of, name = table.split()
-            if (name not in ("judge", "kproxy") and of == "inet") or (name.startswith("t") and name[1:].isdigit()):
+            if (of == "inet" and name != "judge") or re.fullmatch(r"t\d+", name):
                 with suppress(CommandFailed):
                     self._node.run("nft", "delete", "table", of, name)
         if self._own:
@@ -116,6 +129,7 @@ class WorldPlay(ExplainedPlay):
         seen = self._judge.judged([self._attempted(each) for each in attempts[:MOST]])
         counts: Counter[str] = Counter()
         wrong = []
+        may_be = "random" if _RANDOM.search(self._rules) else "unclear"
         for attempt, answer, one in zip(attempts[:MOST], answers, seen, strict=True):
             is_right = any(_agrees(outcome, answer, one) for outcome in _told(answer))
             if one.kind == NOTHING and self._stays_in_pod(attempt, answer):
@@ -124,8 +138,8 @@ class WorldPlay(ExplainedPlay):
             counts[verdict] += 1
             if answer["outcome"] == "depends":
                 drawn = all(way["share"] is not None for way in answer["ways"])
-                counts["drawn" if drawn else "unclear"] += 1
-                counts[f"{'drawn' if drawn else 'unclear'}: {answer['because']}"] += 1
+                counts["drawn" if drawn else may_be] += 1
+                counts[f"{'drawn' if drawn else may_be}: {answer['because']}"] += 1
             if verdict == "wrong":
                 wrong.append(f"{attempt}: {one}, but told {answer['outcome']} because {answer['because']} "
                              f"{_endpoints(answer)} {answer['kernel']}")
@@ -142,6 +156,23 @@ class WorldPlay(ExplainedPlay):
         return Attempted(
             host, resolve(attempt.client, self._family), resolve(attempt.to, self._family), attempt.port,
             attempt.protocol)
+
+
+def played(play: WorldPlay, seed: str, answers: int) -> Verdicts:
+    """Play worlds until there have been so many *answers*."""
+    random = Random(seed)
+    world = World(random)
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    while counts["right"] + counts["wrong"] < answers:
+        play.apply(world)
+        if attempts := list(world.attempts()):
+            shown = play.neighboured(random)
+            found = play.verdicts(attempts)
+            play.alone()
+            counts += found.counts
+            wrong += [f"{shown}\n{each}" for each in found.wrong]
+    return Verdicts(counts, wrong)
 
 
 def _told(answer: dict[str, Any]) -> list[str]:

@@ -69,6 +69,12 @@ def policy_drop(node: Namespace, *_: object) -> None:
     node.run("iptables", "-P", "FORWARD", "DROP")
 
 
+def only_counts(node: Namespace, *_: object) -> None:
+    """Have rules without matches and targets."""
+    for table in ("filter", "nat"):
+        node.run("iptables", "-t", table, "-A", "OUTPUT")
+
+
 def owned(table: str) -> Situation:
     def hold(node: Namespace, _path: Path, _patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
         """Have a table belong to a process that runs until the end of the test."""
@@ -108,6 +114,7 @@ HARMLESS = {
     "rules of iptables 1.8.11": newer_iptables,
     "20,000 rules": many_rules,
     "policy drop": policy_drop,
+    "rules that only count": only_counts,
     "table with an owner": owned("inet theirs"),
     "dormant ip nat": nft(
         "table ip nat { flags dormant; chain POSTROUTING { type nat hook postrouting priority srcnat; }; }"),

@@ -5,11 +5,11 @@ import select
 import socket
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy_core.app.drops import Drop, FilteredPacket, drops
+from kproxy_core.app.drops import Drop, FilteredPacket, drops, in_words
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
@@ -277,3 +277,30 @@ def test_a_ruleset_with_many_ways_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch
         rig.router, f"table ip t {{ chain c14 {{ counter; }}; {chains} chain c {{ {FORWARD} jump c0; }}; }}")
     (drop,) = predicted(rig.router)
     assert (drop.is_met, drop.doubts) == (False, ("more than 2,000 rules",))
+
+
+DROP = Drop("inet", "firewalld", "filter_FORWARD", 12, 7, False, None, True, ())
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({}, "rule 12 drops it"),
+    ({"rejects": True, "packets": 3}, "rule 12 rejects it (3 packets so far)"),
+    ({"rule": None}, "its policy drops it"),
+    ({"is_met": False, "doubts": ("match x in rule 1 of chain c",)},
+     "rule 12 may drop it; not understood: match x in rule 1 of chain c"),
+    ({"doubts": ("a", "b", "c", "d", "e")},
+     "rule 12 drops it unless an earlier rule accepts it; not understood: a, b, c and 2 more"),
+    ({"exempts": True}, "rule 12 exempts it from translation: it is not tracked"),
+    ({"translates_to": (parse_address("192.0.2.1"), 9090)}, "rule 12 translates it to 192.0.2.1:9090"),
+    ({"translates_to": (None, None), "is_met": False, "doubts": ("x",)},
+     "rule 12 may translate it to another address; not understood: x"),
+])  # fmt: skip
+def test_a_place_is_told_in_words(changes: dict[str, Any], text: str) -> None:
+    assert in_words(DROP._replace(**changes)) == f"nft table inet firewalld, chain filter_FORWARD, {text}"
+
+
+def test_names_of_chains_cannot_end_a_line() -> None:
+    assert in_words(DROP._replace(table="a\nb", chain="c\x1b")) == (
+        "nft table inet a\\nb, chain c\\x1b, rule 12 drops it")
+
+

@@ -158,20 +158,26 @@ def test_the_first_chain_of_another_program_that_drops_the_packet_is_named(
     node: Namespace, manifests: Path
 ) -> None:
     node.ip("address add 192.0.2.1/24 dev lo", "route add default via 192.0.2.254 dev lo")
+    node.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
     with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
         proxy.await_health()
         node.nft(FIREWALL)
 
-        def places(sender: str) -> list[str]:
-            found: list[str] = kernel_of(
-                node.run(KPROXY, "explain", sender, "10.96.0.10:80", "-o", "json"))["filters"]
-            return found
+        def told(sender: str) -> tuple[str, str, list[str]]:
+            (found,) = json.loads(
+                node.run(KPROXY, "explain", sender, "10.96.0.10:80", "-o", "json"))["packets"]
+            return found["outcome"], found["because"], found["kernel"]["filters"]
 
-        assert places("10.1.9.8") == []
-        assert places("10.1.9.9") == [
-            "nft table inet firewalld, chain filter_FORWARD, rule 2 rejects it (0 packets so far)"]
-        assert places("node") == [
-            "nft table inet firewalld, chain filter_OUTPUT, rule 1 may drop it; "
-            "not understood: meta skuid in rule 1 of chain filter_OUTPUT"]
-        assert "\n  filters     nft table inet firewalld, chain" in node.run(
-            KPROXY, "explain", "10.1.9.9", "10.96.0.10:80")
+        assert told("10.1.9.8") == ("forwarded", "internal traffic policy Cluster", [])
+        chain = "nft table inet firewalld, chain filter_FORWARD"
+        rule = f"{chain}, rule 2 (firewalld) rejects it (0 packets so far)"
+        assert told("10.1.9.9") == ("refused", rule, [
+            f"{rule}: ip saddr 10.1.9.9 counter packets 0 bytes 0 reject with icmpx admin-prohibited"])
+        doubt = "not understood: meta skuid in rule 1 of chain filter_OUTPUT"
+        rule = "nft table inet firewalld, chain filter_OUTPUT, rule 1 (firewalld) may drop it"
+        assert told("node") == ("depends", f"dropped: {rule}; forwarded; {doubt}", [
+            f"{rule}: ip daddr 10.1.2.3 tcp dport 8080 meta skuid 1000 drop; {doubt}"])
+        shown = node.run(KPROXY, "explain", "10.1.9.9", "10.96.0.10:80")
+        because = told("10.1.9.9")[1]
+        assert f"\n  outcome     refused: {because}\n  remedy      put the pods' networks into" in shown
+        assert "\n  filters     nft table inet firewalld, chain" in shown

@@ -11,6 +11,7 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.nft.packet import Flow
 from tests.core.nft.packet_judge import CLIENTS, OWN, PORTS, SERVERS, Probe
 
+
 class Site(NamedTuple):
     """The addresses, devices and ports of one IP family that rules and packets are about."""
 

@@ -126,6 +126,7 @@ def test_saved_output_is_split_into_chains() -> None:
 :ONE - [0:0]
 -A PREROUTING -m comment --comment "a -A b" -j ONE
 -A ONE -m nfacct --nfacct-name  seen -j RETURN
+-A ONE
 -A ONE -j DROP
 COMMIT
 *filter
@@ -135,7 +136,7 @@ COMMIT
     found = {(saved.table, saved.name): saved.rules for saved in read_saved(lines)}
     assert found == {
         ("nat", "PREROUTING"): ['-m comment --comment "a -A b" -j ONE'],
-        ("nat", "ONE"): ["-m nfacct --nfacct-name seen -j RETURN", "-j DROP"],
+        ("nat", "ONE"): ["-m nfacct --nfacct-name seen -j RETURN", "", "-j DROP"],
         ("nat", "EMPTY"): [],
         ("filter", "ONE"): [],
     }
