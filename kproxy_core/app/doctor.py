@@ -39,11 +39,13 @@ class Services(NamedTuple):
     """Sockets of this node and its pods dial endpoints, so that only others send packets to frontends."""
     needs_addresses: Sequence[str] = ()
     """Labels of the families of which interfaces need addresses (`Backend.needs_interface_addresses`)."""
+    needs_forwarding: bool = True
+    """The mode serves nothing on a node that forwards nothing (`Description.forwards`)."""
 
     @classmethod
     def of(
         cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool,
-        dials_endpoints: bool = False, needs_addresses: Sequence[str] = (),
+        dials_endpoints: bool = False, needs_addresses: Sequence[str] = (), needs_forwarding: bool = True,
     ) -> "Services":
         """Return the Services of plans as `kproxy_core.app.changes.document` returns them."""
         node_ports: dict[tuple[int, str], None] = {}
@@ -55,7 +57,7 @@ class Services(NamedTuple):
             node_ports |= {(number, port.name): None for address, number in port.frontends if address is None}
             endpoints |= dict.fromkeys(endpoint.address for endpoint in port.endpoints)
         return cls(mode, is_running, tuple(node_ports), tuple(endpoints), tuple(ports), dials_endpoints,
-                   needs_addresses)
+                   needs_addresses, needs_forwarding)
 
 
 class ServedPort(NamedTuple):
@@ -138,8 +140,10 @@ def samples(state: NodeState, services: Services | None) -> list[Sample]:
     """Return packets between a pod and another node in both directions, translated and not, by family.
 
     Then those of each sender to Services. Each stands for packets with many destinations; see `narrowed`.
+    Those between pods and nodes are left out for a mode that forwards none of them.
     """
-    found = [sample for family in _families(state) for sample in _samples(state, services, family)]
+    found = [sample for family in _families(state) for sample in _samples(state, services, family)
+             if _is_forwarding_needed(services)]
     if services is not None:
         found += [sample for family in _families(state) for sample in _to_services(state, services, family)]
     return found
@@ -435,7 +439,13 @@ def _calico(state: NodeState, services: Services | None) -> _Found:
 _WRITES_KUBE_CHAINS = ("iptables", "ipvs", "userspace")
 
 
+def _is_forwarding_needed(services: Services | None) -> bool:
+    return services is None or services.needs_forwarding
+
+
 def _forwarding(state: NodeState, services: Services | None) -> _Found:
+    if not _is_forwarding_needed(services):
+        return
     names = {Family.IPV4: "net/ipv4/ip_forward", Family.IPV6: "net/ipv6/conf/all/forwarding"}
     for family in _families(state):
         if state.settings.get(names[family]) == "0":
@@ -479,6 +489,8 @@ def _unaddressed(state: NodeState, services: Services | None) -> _Found:
 
 def _bridges(state: NodeState, services: Services | None) -> _Found:
     """Find bridges whose pods lose answers of Services, or cannot reach themselves by a Service."""
+    if not _is_forwarding_needed(services):
+        return
     by_number = {link.number: link for link in state.links}
     ports: dict[Link, list[Link]] = {}
     for port in _pod_ports(state):

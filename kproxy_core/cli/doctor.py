@@ -50,19 +50,18 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         from kproxy_core.cli.objects import read_objects
 
         with read_objects(flags, this_machine=True) as objects:
-            mode = objects.instance.mode
-            return Services.of(mode, documents(objects.plans), is_running=False,
-                               dials_endpoints=bool(objects.registry.load(mode).base)), ""
+            mode = objects.registry.load(objects.instance.mode)
+            return Services.of(mode.mode, documents(objects.plans), is_running=False,
+                               dials_endpoints=bool(mode.base), needs_forwarding=mode.forwards), ""
     try:
         found = send_request(Plans())
     except NoProxy:
         return None, ""
     except RequestRefused as error:
         return None, f"the Services: {error}"
-    registry = registry_of(flags)
-    return Services.of(found["mode"], found["plans"], is_running=True,
-                       dials_endpoints=bool(registry.load(found["mode"]).base),
-                       needs_addresses=found.get("needs_addresses", ())), ""
+    mode = registry_of(flags).load(found["mode"])
+    return Services.of(mode.mode, found["plans"], is_running=True, dials_endpoints=bool(mode.base),
+                       needs_addresses=found.get("needs_addresses", ()), needs_forwarding=mode.forwards), ""
 
 
 def examine(services: Services | None) -> Json:

@@ -15,6 +15,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.pages import About
 from kproxy_core.sync.loop import Loop
+from tests.core.cli.sides import FLAGS, sides, write
 from tests.core.namespaces import namespace
 from tests.core.processes import kproxy, running
 from tests.core.sync_events import synced
@@ -95,3 +96,20 @@ def test_a_running_proxy_tells_that_it_is_well(tmp_path: Path) -> None:
     assert (found["problems"], found["lag"], found["healthz"]["code"]) == ([], 0, 200)
     assert found["started"] < found["last_sync"] <= found["since"] <= found["now"]
     assert isinstance(found["findings"], list)
+
+
+@pytest.mark.parametrize(("mode", "well"), [("nftables", False), ("userspace", True)])
+def test_a_node_that_forwards_nothing_is_well_where_relays_serve(
+    tmp_path: Path, mode: str, well: bool
+) -> None:
+    write(tmp_path)
+    with sides() as made, running(made.node, f"--mode={mode}", f"--manifests={tmp_path}", *FLAGS) as proxy:
+        proxy.await_health()
+        made.node.run("sysctl", "-qw", "net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0")
+        made.node.nft("table inet theirs { chain f { type filter hook forward priority 0; policy drop; }; }")
+        assert made.dial("veth", "ip") == ("answered" if well else "silence")
+        done = kproxy("status", "-o", "json", node=made.node)
+        found = json.loads(done.stdout)
+    assert (done.returncode == 0, found["well"]) == (well, well), found["problems"]
+    lost = {"ip-forward", "firewall"} & set(found["findings"])
+    assert lost == (set() if well else {"ip-forward", "firewall"})
