@@ -92,7 +92,7 @@ class Finding(NamedTuple):
     remedy: str
 
 
-NOT_SERVED: Final = frozenset({"firewall", "translation", "ip-forward", "second-proxy"})
+NOT_SERVED: Final = frozenset({"firewall", "translation", "notrack", "ip-forward", "second-proxy"})
 """The checks whose findings keep Services from being served as they are meant. Others may hurt them."""
 
 
@@ -130,6 +130,11 @@ class Stop(NamedTuple):
         """Another program translates the packet to an endpoint of the same service port."""
         port = self.sample.port
         return port is not None and self.drop.translates_to in port.endpoints
+
+    @property
+    def is_meant(self) -> bool:
+        """The packet is exempt from tracking, to a server on this node: NodeLocal DNSCache has such rules."""
+        return self.drop.exempts and bool(self.sample.packet.is_dialled_on_node)
 
 
 _A_POD = Interface("a-pod", 0x7FFFFFFF)
@@ -335,15 +340,13 @@ _MOST_NAMED = 6
 def drop_findings(
     stops: Sequence[Stop], chains_of: Mapping[tuple[str, str], frozenset[str]]
 ) -> list[Finding]:
-    """Return a finding for each place that certainly ends a sample, or translates it.
-
-    An exemption is none: NodeLocal DNSCache and others make it on purpose.
+    """Return a finding for each place that certainly ends a sample, translates it or has it not tracked.
 
     *chains_of*: the names of the chains of each table, by family and name.
     """
     by_place: dict[tuple[str, str, str, int | None, bool], list[Stop]] = {}
     for stop in stops:
-        if stop.drop.is_certain and not stop.drop.exempts and not stop.is_harmless:
+        if stop.drop.is_certain and not stop.is_meant and not stop.is_harmless:
             key = stop.drop.family, stop.drop.table, stop.drop.chain, stop.drop.rule, bool(stop.sample.hook)
             by_place.setdefault(key, []).append(stop)
     found = []
@@ -353,6 +356,12 @@ def drop_findings(
         owner = next((each for each in _OWNERS if each.wrote(drop, chains)), None)
         evidence = [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
                     *_ways([stop.sample for stop in of_place])]
+        if drop.exempts:
+            found.append(Finding(
+                "notrack", "packets to Services are exempt from tracking, so that no rule translates them",
+                evidence,
+                "limit the rule (notrack, CT --notrack) to addresses that a process of this node serves"))
+            continue
         if drop.translates_to is not None:
             found.append(Finding(
                 "translation", f"{owner.name if owner else 'another program'} translates packets to Services "
@@ -379,6 +388,69 @@ def _ways(stopped: Sequence[Sample]) -> Iterator[str]:
             "through Services" if sample.packet.is_translated else "directly")
     for what, how in ways.items():
         yield printable(f"new connections {what}, {' and '.join(how)}")
+
+
+# Tracked UDP flows, which keep their endpoint as long as their sender keeps sending.
+
+
+class StaleFlow(NamedTuple):
+    """A tracked UDP flow to a frontend that leads to none of its usable endpoints."""
+
+    service_port: str
+    dialled: Destination
+    leads_to: Destination
+    """*dialled* itself: it is not translated."""
+
+    @property
+    def command(self) -> str:
+        """The command that deletes such flows."""
+        family = " -f ipv6" if family_of(self.dialled.address) is Family.IPV6 else ""
+        where = format_address(self.dialled.address)
+        return (f"conntrack -D{family} -p udp --orig-dst {where} --orig-port-dst {self.dialled.port} "
+                f"--reply-src {format_address(self.leads_to.address)}")
+
+
+class UdpFrontends:
+    """The UDP frontends of one family, with the endpoints that may answer flows to them."""
+
+    def __init__(self, state: NodeState, services: Services, family: Family) -> None:
+        self.addresses = set[Address]()
+        """The destinations of flows to them."""
+        self._ports: dict[tuple[Address | None, int], ServedPort] = {}
+        own = {each.address for each in state.addresses}
+        for port in services.ports:
+            if port.family is family and port.protocol is Protocol.UDP and port.endpoints:
+                self._ports |= dict.fromkeys(port.frontends, port)
+                self.addresses |= {address for address, _ in port.frontends if address is not None}
+        self._own = own
+        if any(address is None for address, _ in self._ports):
+            self.addresses |= own
+
+    def stale(self, dialled: Destination, leads_to: Destination) -> StaleFlow | None:
+        """Return the flow if none of the usable endpoints answers it, and no process of this node does."""
+        port = self._ports.get(dialled)
+        if port is None and dialled.address in self._own:
+            port = self._ports.get((None, dialled.port))
+        elif dialled == leads_to and dialled.address in self._own:
+            return None
+        if port is None or leads_to in port.endpoints or (
+                leads_to.address in self._own and leads_to != dialled):
+            return None
+        return StaleFlow(port.name, dialled, leads_to)
+
+
+def stale_flow_findings(flows: Mapping[StaleFlow, int]) -> list[Finding]:
+    """Return a finding for *flows*, with their numbers."""
+    if not flows:
+        return []
+    shown = list(flows)[:_MOST_NAMED]
+    more = [f"and {len(flows) - len(shown)} more"] if len(flows) > len(shown) else []
+    return [Finding(
+        "stale-flow", "datagrams of older flows reach no endpoint as long as their sender keeps sending",
+        [*(f"tracked flows to {format_socket(*flow.dialled)}/UDP of {flow.service_port}: {flows[flow]}, " + (
+            "not translated: they began before the rules" if flow.leads_to == flow.dialled
+            else f"to {format_socket(*flow.leads_to)}, which does not serve") for flow in shown), *more],
+        "; ".join(flow.command for flow in shown))]
 
 
 # The other checks.
@@ -485,6 +557,26 @@ def _unaddressed(state: NodeState, services: Services | None) -> _Found:
                 f"mode {services.mode} serves no {family.label} to pods behind interfaces without an address",
                 [f"no {family.label} address: {shortened(without)}"],
                 f"set bindAddress in the options of mode {services.mode} to an address of this node")
+
+
+def _routes(state: NodeState, services: Services | None) -> _Found:
+    """Find endpoints to which no route leads, or one by an interface that is down."""
+    links = {link.name: link for link in state.links}
+    lost: dict[str, list[str]] = {}
+    for address, name in state.routes.items():
+        link = links.get(name)
+        if not name:
+            lost.setdefault("no route leads to them", []).append(format_address(address))
+        elif link is not None and not link.has_carrier:
+            why = f"their route leads to {printable(name)}, which is down or has no carrier"
+            lost.setdefault(why, []).append(format_address(address))
+    if lost:
+        yield Finding(
+            "route", "endpoints cannot be reached from this node",
+            [f"{why}: {', '.join(of[:_MOST_NAMED])}" + (
+                f" and {len(of) - _MOST_NAMED} more" if len(of) > _MOST_NAMED else "")
+             for why, of in lost.items()],
+            "look at `ip route get ADDRESS`, and at the CNI agent of this node, which makes these routes")
 
 
 def _bridges(state: NodeState, services: Services | None) -> _Found:
@@ -652,8 +744,8 @@ def _int(text: str | None) -> int:
 
 
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
-    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _unaddressed, _bridges, _conntrack,
-    _node_ports, _mtu, _clock, _cgroups, _kernel,
+    _foreign_tables, _second_proxy, _calico, _forwarding, _routes, _reverse_path, _unaddressed, _bridges,
+    _conntrack, _node_ports, _mtu, _clock, _cgroups, _kernel,
 )  # fmt: skip
 """All but that of filter chains, which needs a packet's way: see `drop_findings`."""
 

@@ -1,6 +1,7 @@
 """``kproxy doctor``: what on this node hurts Services."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -13,24 +14,30 @@ from kproxy_core.app.doctor import (
     Json,
     Sample,
     Services,
+    StaleFlow,
     Stop,
+    UdpFrontends,
     drop_findings,
     findings,
     narrowed,
     samples,
+    stale_flow_findings,
     unclear,
 )
 from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
-from kproxy_core.app.requests import Plans, Status
+from kproxy_core.app.requests import Explain, Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors, registry_of
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
+from kproxy_core.linux.conntrack import UdpFlow, read_udp_flows
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
 from kproxy_core.linux.tracing import is_outside_ip
+from kproxy_core.model.address import Family, format_socket
+from kproxy_core.model.service import Destination
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import Ruleset
@@ -78,11 +85,47 @@ def examine(services: Services | None) -> Json:
         except HostError as error:
             problems.append(str(error))
     found += findings(state, services)
+    if services is not None and services.is_running and services.needs_forwarding:
+        try:
+            found += stale_flow_findings(_stale_flows(state, services))
+        except (HostError, RequestRefused) as error:
+            problems.append(str(error))
     return {
         "proxy": services.mode if services and services.is_running else "",
         "findings": [finding._asdict() for finding in found],
         "unclear": [*problems, *unclear(state, stops)],
     }
+
+
+_MOST_STALE = 50
+"""Frontends with stale flows about whose endpoints the proxy is asked."""
+
+
+def _stale_flows(state: NodeState, services: Services) -> dict[StaleFlow, int]:
+    """Return the tracked UDP flows that lead to no serving endpoint, with their numbers.
+
+    Endpoints that serve and are not usable, such as terminating ones, keep their flows: the proxy is asked
+    about those that are found. Raises HostError and RequestRefused.
+    """
+    found: Counter[StaleFlow] = Counter()
+    for family in Family:
+        frontends = UdpFrontends(state, services, family)
+        if frontends.addresses:
+            def collect(flows: Iterable[UdpFlow], frontends: UdpFrontends = frontends) -> Counter[StaleFlow]:
+                return Counter(filter(None, (
+                    frontends.stale(Destination(*flow.destination), Destination(*flow.answered_by))
+                    for flow in flows)))
+
+            found += read_udp_flows(family, frontends.addresses, collect)
+    serving: dict[str, set[str]] = {}
+    for flow in list(found)[:_MOST_STALE]:
+        to = f"{format_socket(*flow.dialled)}/udp"
+        if to not in serving:
+            packets = send_request(Explain(to=to, sender="node"))["packets"]
+            serving[to] = {each["endpoint"] for packet in packets for piece in packet["slices"]
+                           for each in piece["endpoints"] if each["serving"]}
+    return {flow: number for flow, number in list(found.items())[:_MOST_STALE]
+            if format_socket(*flow.leads_to) not in serving[f"{format_socket(*flow.dialled)}/udp"]}
 
 
 _MOST_NARROWED = 5_000
