@@ -195,7 +195,8 @@ def as_text(found: Found) -> str:
         lines.append(f"{hint('not known')}: {problem}")
     if not found["findings"]:
         lines.append(good("nothing was found on this node that hurts Services"))
-    lines.append(hint("`kproxy explain` follows one packet, `kproxy trace` watches the next ones"))
+    lines.append(hint(
+        "`kproxy explain` follows one packet, with --probe it sends one, `kproxy trace` watches the next"))
     return "\n".join(lines)
 
 

@@ -63,7 +63,16 @@ def as_text(answer: Mapping[str, Packets]) -> str:
         found = list(answers)
         parts.append("\n".join([strong(_title(target, found[0])), *(
             line for packet in found for line in ("", *_answer(packet)))]))
+    if any(_is_uncertain(packet["kernel"]) for packet in answer["packets"]):
+        parts.append(hint(
+            "`kproxy doctor` looks for what stops packets here, `kproxy trace` watches the next ones"))
     return "\n\n".join(parts)
+
+
+def _is_uncertain(kernel: Mapping[str, Any]) -> bool:
+    """Return whether something is not known that decides what becomes of a packet on this node."""
+    return kernel["live"] and (kernel["verdict"] == "cannot be told" or any(
+        " may " in place or not place.startswith("nft table") for place in kernel.get("filters", ())))
 
 
 def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:

@@ -142,3 +142,5 @@ def lines(packet: Packet) -> Iterator[str]:
         yield f"{probe['untried']} more endpoints were not tried"
     yield from map(bad, probe["findings"])
     yield from map(hint, probe["unclear"])
+    if probe["findings"]:
+        yield hint("`kproxy doctor` looks for what drops packets on this node")

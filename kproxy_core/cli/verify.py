@@ -240,7 +240,8 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
     for problem in frontend["problems"]:
         yield f"  {bad(problem)}"
     if frontend["problems"]:
-        yield hint(f"  `kproxy explain node {frontend['frontend']}` says which rules such packets meet")
+        yield hint(f"  `kproxy explain node {frontend['frontend']} --probe` says which rules such packets "
+                   "meet, and what the endpoints themselves answer")
 
 
 @click.command("verify", cls=FlagCommand)
