@@ -41,7 +41,7 @@ def document(node: "Node", found: "ProxyStatus | Unreached") -> dict[str, Any]:
 
     if isinstance(found, Exception):
         return {"node": node.name, "ready": node.ready, "well": False, "problems": [found.why]}
-    return {"node": node.name, "ready": node.ready, **{**replied(found), "node": node.name}}
+    return {**replied(found), "node": node.name, "ready": node.ready}
 
 
 def row(node: "Node", found: "ProxyStatus | Unreached") -> Row:
