@@ -39,11 +39,13 @@ class Services(NamedTuple):
     """Sockets of this node and its pods dial endpoints, so that only others send packets to frontends."""
     needs_addresses: Sequence[str] = ()
     """Labels of the families of which interfaces need addresses (`Backend.needs_interface_addresses`)."""
+    needs_forwarding: bool = True
+    """The mode serves nothing on a node that forwards nothing (`Description.forwards`)."""
 
     @classmethod
     def of(
         cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool,
-        dials_endpoints: bool = False, needs_addresses: Sequence[str] = (),
+        dials_endpoints: bool = False, needs_addresses: Sequence[str] = (), needs_forwarding: bool = True,
     ) -> "Services":
         """Return the Services of plans as `kproxy_core.app.changes.document` returns them."""
         node_ports: dict[tuple[int, str], None] = {}
@@ -55,7 +57,7 @@ class Services(NamedTuple):
             node_ports |= {(number, port.name): None for address, number in port.frontends if address is None}
             endpoints |= dict.fromkeys(endpoint.address for endpoint in port.endpoints)
         return cls(mode, is_running, tuple(node_ports), tuple(endpoints), tuple(ports), dials_endpoints,
-                   needs_addresses)
+                   needs_addresses, needs_forwarding)
 
 
 class ServedPort(NamedTuple):
@@ -90,7 +92,7 @@ class Finding(NamedTuple):
     remedy: str
 
 
-NOT_SERVED: Final = frozenset({"firewall", "translation", "ip-forward", "second-proxy"})
+NOT_SERVED: Final = frozenset({"firewall", "translation", "notrack", "ip-forward", "second-proxy"})
 """The checks whose findings keep Services from being served as they are meant. Others may hurt them."""
 
 
@@ -129,6 +131,11 @@ class Stop(NamedTuple):
         port = self.sample.port
         return port is not None and self.drop.translates_to in port.endpoints
 
+    @property
+    def is_meant(self) -> bool:
+        """The packet is exempt from tracking, to a server on this node: NodeLocal DNSCache has such rules."""
+        return self.drop.exempts and bool(self.sample.packet.is_dialled_on_node)
+
 
 _A_POD = Interface("a-pod", 0x7FFFFFFF)
 """The interface of a pod on a node without any."""
@@ -138,8 +145,10 @@ def samples(state: NodeState, services: Services | None) -> list[Sample]:
     """Return packets between a pod and another node in both directions, translated and not, by family.
 
     Then those of each sender to Services. Each stands for packets with many destinations; see `narrowed`.
+    Those between pods and nodes are left out for a mode that forwards none of them.
     """
-    found = [sample for family in _families(state) for sample in _samples(state, services, family)]
+    found = [sample for family in _families(state) for sample in _samples(state, services, family)
+             if _is_forwarding_needed(services)]
     if services is not None:
         found += [sample for family in _families(state) for sample in _to_services(state, services, family)]
     return found
@@ -299,15 +308,13 @@ _MOST_NAMED = 6
 def drop_findings(
     stops: Sequence[Stop], chains_of: Mapping[tuple[str, str], frozenset[str]]
 ) -> list[Finding]:
-    """Return a finding for each place that certainly ends a sample, or translates it.
-
-    An exemption is none: NodeLocal DNSCache and others make it on purpose.
+    """Return a finding for each place that certainly ends a sample, translates it or has it not tracked.
 
     *chains_of*: the names of the chains of each table, by family and name.
     """
     by_place: dict[tuple[str, str, str, int | None, bool], list[Stop]] = {}
     for stop in stops:
-        if stop.drop.is_certain and not stop.drop.exempts and not stop.is_harmless:
+        if stop.drop.is_certain and not stop.is_meant and not stop.is_harmless:
             key = stop.drop.family, stop.drop.table, stop.drop.chain, stop.drop.rule, bool(stop.sample.hook)
             by_place.setdefault(key, []).append(stop)
     found = []
@@ -317,6 +324,12 @@ def drop_findings(
             drop.place, lambda family, table: chains_of.get((family, table), frozenset()))
         evidence = [in_words(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
                     *_ways([stop.sample for stop in of_place])]
+        if drop.exempts:
+            found.append(Finding(
+                "notrack", "packets to Services are exempt from tracking, so that no rule translates them",
+                evidence,
+                "limit the rule (notrack, CT --notrack) to addresses that a process of this node serves"))
+            continue
         if drop.translates_to is not None:
             found.append(Finding(
                 "translation", f"{owner.name if owner else 'another program'} translates packets to Services "
@@ -343,6 +356,69 @@ def _ways(stopped: Sequence[Sample]) -> Iterator[str]:
             "through Services" if sample.packet.is_translated else "directly")
     for what, how in ways.items():
         yield printable(f"new connections {what}, {' and '.join(how)}")
+
+
+# Tracked UDP flows, which keep their endpoint as long as their sender keeps sending.
+
+
+class StaleFlow(NamedTuple):
+    """A tracked UDP flow to a frontend that leads to none of its usable endpoints."""
+
+    service_port: str
+    dialled: Destination
+    leads_to: Destination
+    """*dialled* itself: it is not translated."""
+
+    @property
+    def command(self) -> str:
+        """The command that deletes such flows."""
+        family = " -f ipv6" if family_of(self.dialled.address) is Family.IPV6 else ""
+        where = format_address(self.dialled.address)
+        return (f"conntrack -D{family} -p udp --orig-dst {where} --orig-port-dst {self.dialled.port} "
+                f"--reply-src {format_address(self.leads_to.address)}")
+
+
+class UdpFrontends:
+    """The UDP frontends of one family, with the endpoints that may answer flows to them."""
+
+    def __init__(self, state: NodeState, services: Services, family: Family) -> None:
+        self.addresses = set[Address]()
+        """The destinations of flows to them."""
+        self._ports: dict[tuple[Address | None, int], ServedPort] = {}
+        own = {each.address for each in state.addresses}
+        for port in services.ports:
+            if port.family is family and port.protocol is Protocol.UDP and port.endpoints:
+                self._ports |= dict.fromkeys(port.frontends, port)
+                self.addresses |= {address for address, _ in port.frontends if address is not None}
+        self._own = own
+        if any(address is None for address, _ in self._ports):
+            self.addresses |= own
+
+    def stale(self, dialled: Destination, leads_to: Destination) -> StaleFlow | None:
+        """Return the flow if none of the usable endpoints answers it, and no process of this node does."""
+        port = self._ports.get(dialled)
+        if port is None and dialled.address in self._own:
+            port = self._ports.get((None, dialled.port))
+        elif dialled == leads_to and dialled.address in self._own:
+            return None
+        if port is None or leads_to in port.endpoints or (
+                leads_to.address in self._own and leads_to != dialled):
+            return None
+        return StaleFlow(port.name, dialled, leads_to)
+
+
+def stale_flow_findings(flows: Mapping[StaleFlow, int]) -> list[Finding]:
+    """Return a finding for *flows*, with their numbers."""
+    if not flows:
+        return []
+    shown = list(flows)[:_MOST_NAMED]
+    more = [f"and {len(flows) - len(shown)} more"] if len(flows) > len(shown) else []
+    return [Finding(
+        "stale-flow", "datagrams of older flows reach no endpoint as long as their sender keeps sending",
+        [*(f"tracked flows to {format_socket(*flow.dialled)}/UDP of {flow.service_port}: {flows[flow]}, " + (
+            "not translated: they began before the rules" if flow.leads_to == flow.dialled
+            else f"to {format_socket(*flow.leads_to)}, which does not serve") for flow in shown), *more],
+        "; ".join(flow.command for flow in shown))]
 
 
 # The other checks.
@@ -403,7 +479,13 @@ def _calico(state: NodeState, services: Services | None) -> _Found:
 _WRITES_KUBE_CHAINS = ("iptables", "ipvs", "userspace")
 
 
+def _is_forwarding_needed(services: Services | None) -> bool:
+    return services is None or services.needs_forwarding
+
+
 def _forwarding(state: NodeState, services: Services | None) -> _Found:
+    if not _is_forwarding_needed(services):
+        return
     names = {Family.IPV4: "net/ipv4/ip_forward", Family.IPV6: "net/ipv6/conf/all/forwarding"}
     for family in _families(state):
         if state.settings.get(names[family]) == "0":
@@ -445,8 +527,30 @@ def _unaddressed(state: NodeState, services: Services | None) -> _Found:
                 f"set bindAddress in the options of mode {services.mode} to an address of this node")
 
 
+def _routes(state: NodeState, services: Services | None) -> _Found:
+    """Find endpoints to which no route leads, or one by an interface that is down."""
+    links = {link.name: link for link in state.links}
+    lost: dict[str, list[str]] = {}
+    for address, name in state.routes.items():
+        link = links.get(name)
+        if not name:
+            lost.setdefault("no route leads to them", []).append(format_address(address))
+        elif link is not None and not link.has_carrier:
+            why = f"their route leads to {printable(name)}, which is down or has no carrier"
+            lost.setdefault(why, []).append(format_address(address))
+    if lost:
+        yield Finding(
+            "route", "endpoints cannot be reached from this node",
+            [f"{why}: {', '.join(of[:_MOST_NAMED])}" + (
+                f" and {len(of) - _MOST_NAMED} more" if len(of) > _MOST_NAMED else "")
+             for why, of in lost.items()],
+            "look at `ip route get ADDRESS`, and at the CNI agent of this node, which makes these routes")
+
+
 def _bridges(state: NodeState, services: Services | None) -> _Found:
     """Find bridges whose pods lose answers of Services, or cannot reach themselves by a Service."""
+    if not _is_forwarding_needed(services):
+        return
     by_number = {link.number: link for link in state.links}
     ports: dict[Link, list[Link]] = {}
     for port in _pod_ports(state):
@@ -608,8 +712,8 @@ def _int(text: str | None) -> int:
 
 
 _CHECKS: Final[Sequence[Callable[[NodeState, Services | None], _Found]]] = (
-    _foreign_tables, _second_proxy, _calico, _forwarding, _reverse_path, _unaddressed, _bridges, _conntrack,
-    _node_ports, _mtu, _clock, _cgroups, _kernel,
+    _foreign_tables, _second_proxy, _calico, _forwarding, _routes, _reverse_path, _unaddressed, _bridges,
+    _conntrack, _node_ports, _mtu, _clock, _cgroups, _kernel,
 )  # fmt: skip
 """All but that of filter chains, which needs a packet's way: see `drop_findings`."""
 

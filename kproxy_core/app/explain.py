@@ -568,6 +568,7 @@ def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, l
         "mode": mode, "live": live, "verdict": verdict, "differences": differences,
         "outcome": found.outcome.value if found else "",
         "endpoints": _endpoints(found) if found else [],
+        "translation": side.translation.name if side else "",
         "objects": [item._asdict() for item in side.objects] if side else [],
     }  # fmt: skip
 

@@ -91,8 +91,8 @@ class _Way(NamedTuple):
 
     @property
     def is_untouched(self) -> bool:
-        """No rule has translated it, or kept it from being translated."""
-        return self.outcome is Outcome.UNTOUCHED and self.place is None
+        """No rule has ended it, translated it, or kept it from being translated."""
+        return self.outcome in (Outcome.UNTOUCHED, Outcome.DROPPED) and self.place is None
 
 
 class Way(NamedTuple):

@@ -109,11 +109,17 @@ def is_settled(expected: Expectation, attempts: Sequence[Attempt]) -> bool:
     return set(expected["endpoints"]) <= {_endpoint(expected, attempt) for attempt in attempts}
 
 
-def result(expected: Expectation, attempts: Sequence[Attempt]) -> Json:
-    """Return the results for one frontend, with its problems in words."""
+def reached_by(expected: Expectation, attempts: Sequence[Attempt]) -> Mapping[str, Counter[str]]:
+    """Return the numbers of results by endpoint; those of endpoints that are not known by ""."""
     reached: dict[str, Counter[str]] = defaultdict(Counter)
     for attempt in attempts:
         reached[_endpoint(expected, attempt)][attempt.result] += 1
+    return reached
+
+
+def result(expected: Expectation, attempts: Sequence[Attempt]) -> Json:
+    """Return the results for one frontend, with its problems in words."""
+    reached = reached_by(expected, attempts)
     problems = list(_problems(expected, reached, len(attempts))) if attempts else []
     is_known = not expected["endpoints"] or not expected["translated"] or set(reached) != {""}
     return {

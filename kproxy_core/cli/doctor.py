@@ -1,36 +1,44 @@
 """``kproxy doctor``: what on this node hurts Services."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
 
 import click
 
-from kproxy_core.app.control import send_request
+from kproxy_core.app.control import ask, send_request
 from kproxy_core.app.doctor import (
     Finding,
     Json,
     Sample,
     Services,
+    StaleFlow,
     Stop,
+    UdpFrontends,
     drop_findings,
     findings,
     narrowed,
     samples,
+    stale_flow_findings,
     unclear,
 )
 from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
-from kproxy_core.app.requests import Plans, Status
+from kproxy_core.app.replies import ProxyStatus
+from kproxy_core.app.requests import Explain, Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors, registry_of
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
+from kproxy_core.linux.conntrack import UdpFlow, read_udp_flows
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import rule_text
 from kproxy_core.linux.node_state import NodeState, read_node_state
 from kproxy_core.linux.tracing import is_outside_ip
+from kproxy_core.model.address import Family, format_socket
+from kproxy_core.model.service import Destination
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import Ruleset
@@ -50,19 +58,18 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         from kproxy_core.cli.objects import read_objects
 
         with read_objects(flags, this_machine=True) as objects:
-            mode = objects.instance.mode
-            return Services.of(mode, documents(objects.plans), is_running=False,
-                               dials_endpoints=bool(objects.registry.load(mode).base)), ""
+            mode = objects.registry.load(objects.instance.mode)
+            return Services.of(mode.mode, documents(objects.plans), is_running=False,
+                               dials_endpoints=bool(mode.base), needs_forwarding=mode.forwards), ""
     try:
         found = send_request(Plans())
     except NoProxy:
         return None, ""
     except RequestRefused as error:
         return None, f"the Services: {error}"
-    registry = registry_of(flags)
-    return Services.of(found["mode"], found["plans"], is_running=True,
-                       dials_endpoints=bool(registry.load(found["mode"]).base),
-                       needs_addresses=found.get("needs_addresses", ())), ""
+    mode = registry_of(flags).load(found["mode"])
+    return Services.of(mode.mode, found["plans"], is_running=True, dials_endpoints=bool(mode.base),
+                       needs_addresses=found.get("needs_addresses", ()), needs_forwarding=mode.forwards), ""
 
 
 def examine(services: Services | None) -> Json:
@@ -79,11 +86,47 @@ def examine(services: Services | None) -> Json:
         except HostError as error:
             problems.append(str(error))
     found += findings(state, services)
+    if services is not None and services.is_running and services.needs_forwarding:
+        try:
+            found += stale_flow_findings(_stale_flows(state, services))
+        except (HostError, RequestRefused) as error:
+            problems.append(str(error))
     return {
         "proxy": services.mode if services and services.is_running else "",
         "findings": [finding._asdict() for finding in found],
         "unclear": [*problems, *unclear(state, stops)],
     }
+
+
+_MOST_STALE = 50
+"""Frontends with stale flows about whose endpoints the proxy is asked."""
+
+
+def _stale_flows(state: NodeState, services: Services) -> dict[StaleFlow, int]:
+    """Return the tracked UDP flows that lead to no serving endpoint, with their numbers.
+
+    Endpoints that serve and are not usable, such as terminating ones, keep their flows: the proxy is asked
+    about those that are found. Raises HostError and RequestRefused.
+    """
+    found: Counter[StaleFlow] = Counter()
+    for family in Family:
+        frontends = UdpFrontends(state, services, family)
+        if frontends.addresses:
+            def collect(flows: Iterable[UdpFlow], frontends: UdpFrontends = frontends) -> Counter[StaleFlow]:
+                return Counter(filter(None, (
+                    frontends.stale(Destination(*flow.destination), Destination(*flow.answered_by))
+                    for flow in flows)))
+
+            found += read_udp_flows(family, frontends.addresses, collect)
+    serving: dict[str, set[str]] = {}
+    for flow in list(found)[:_MOST_STALE]:
+        to = f"{format_socket(*flow.dialled)}/udp"
+        if to not in serving:
+            packets = send_request(Explain(to=to, sender="node"))["packets"]
+            serving[to] = {each["endpoint"] for packet in packets for piece in packet["slices"]
+                           for each in piece["endpoints"] if each["serving"]}
+    return {flow: number for flow, number in list(found.items())[:_MOST_STALE]
+            if format_socket(*flow.leads_to) not in serving[f"{format_socket(*flow.dialled)}/udp"]}
 
 
 _MOST_NARROWED = 5_000
@@ -146,7 +189,8 @@ def as_text(found: Found) -> str:
         lines.append(f"{hint('not known')}: {problem}")
     if not found["findings"]:
         lines.append(good("nothing was found on this node that hurts Services"))
-    lines.append(hint("`kproxy explain` follows one packet, `kproxy trace` watches the next ones"))
+    lines.append(hint(
+        "`kproxy explain` follows one packet, with --probe it sends one, `kproxy trace` watches the next"))
     return "\n".join(lines)
 
 
@@ -173,7 +217,7 @@ def command(output: str, **options: Any) -> int:
     """
     with cli_errors():
         services, problem = read_services(given(options))
-        told = send_request(Status())["problems"] if services and services.is_running else []
+        told = ask(Status(), ProxyStatus).problems if services and services.is_running else []
     found = examine(services)
     if told:
         found["findings"].insert(0, Finding(

@@ -64,7 +64,17 @@ def as_text(answer: Mapping[str, Packets]) -> str:
         found = list(answers)
         parts.append("\n".join([strong(_title(target, found[0])), *(
             line for packet in found for line in ("", *_answer(packet)))]))
+    if any(_is_uncertain(packet) for packet in answer["packets"]):
+        parts.append(hint(
+            "`kproxy doctor` looks for what stops packets here, `kproxy trace` watches the next ones"))
     return "\n\n".join(parts)
+
+
+def _is_uncertain(packet: Mapping[str, Any]) -> bool:
+    """Return whether something is not known that decides what becomes of a packet on this node."""
+    kernel = packet["kernel"]
+    return kernel["live"] and (kernel["verdict"] == "cannot be told" or any(
+        way["share"] is None for way in packet.get("ways", ())))
 
 
 def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:
@@ -104,6 +114,11 @@ def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
     for caveat in packet["caveats"]:
         yield _line("caveat", caveat)
     yield from _kernel(packet["kernel"])
+    if packet.get("probe"):
+        from kproxy_core.cli.probe import lines
+
+        for at, line in enumerate(lines(packet)):
+            yield _line("" if at else "probe", line)
 
 
 def _kernel(kernel: Mapping[str, Any]) -> Iterator[str]:
@@ -132,14 +147,15 @@ def _line(label: str, text: str) -> str:
 @click.option("--from", "sender", metavar="ADDRESS", help="Address of the sender, as FROM.")
 @click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
 @click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
+@click.option("--probe", is_flag=True, help="Also send packets: to TO, and to each of its endpoints.")
 @click.option("--report", metavar="FILE", help="Answer from an archive that `kproxy report` wrote.")
 @VERBOSE
 @with_flags(RULES, SOURCES)
 @OUTPUT
 def command(
-    words: tuple[str, ...], sender: str | None, origin: str | None, report: str | None, output: str,
-    **options: Any,
-) -> None:
+    words: tuple[str, ...], sender: str | None, origin: str | None, probe: bool, report: str | None,
+    output: str, **options: Any,
+) -> int:
     """Explain what happens to packets to a Service, and why.
 
     TO is ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT[/PROTOCOL]], with the
@@ -148,17 +164,37 @@ def command(
 
     The running proxy answers, and reads the kernel. With --manifests, --kubeconfig, --master or --config, the
     answer is about those objects, and shows the rules that a proxy would write.
+
+    With --probe, this node, or the pod on it whose address is FROM, opens TCP connections to TO and to the
+    endpoints themselves, 50 a second, and closes them at once; for UDP it sends empty datagrams. That tells
+    endpoints that refuse or do not answer, and answers that do not come back. Exit status with --probe: 0 if
+    all answer as they should, 1 if not, or if that is unclear.
     """
     if len(words) > 2 or (len(words) == 2 and sender):
         raise click.UsageError("give [FROM] TO")
     sender = sender or (words[0] if len(words) == 2 else "")
+    if probe and report:
+        raise click.UsageError("--probe sends packets from this machine: it cannot be used with --report")
     request = Explain(to=words[-1], sender=sender, origin=origin or "")
     flags = given(options)
     with cli_errors():
+        if probe:
+            from kproxy_core.cli.probe import check
+
+            check(request.sender, request.origin)
         if report:
             packets = explain_report(request, report)
         elif OBJECTS & set(flags):
-            packets = explain_objects(request, flags)
+            packets = explain_objects(request, flags, this_machine=probe)
         else:
             packets = ask_proxy(request)
+        if not probe:
+            show_answer({"packets": packets}, output, as_text)
+            return 0
+        from kproxy_core.cli.probe import probed, status_of
+
+        packets, problem = probed(packets)
+    if problem:
+        click.echo(f"Warning: {problem}", err=True)
     show_answer({"packets": packets}, output, as_text)
+    return status_of(packets)

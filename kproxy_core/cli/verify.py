@@ -7,7 +7,8 @@ import selectors
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
@@ -40,14 +41,20 @@ from kproxy_core.netlink.sockets import Announcements
 
 Found = Mapping[str, Any]
 
-_Local = tuple[Address, int]
+_Local = tuple[int, Address, int]
+"""Protocol, address and port of a socket."""
+
+OpenSocket = Callable[[int, int], socket.socket]
+"""Returns a socket of an address family and a kind."""
 
 _REFUSALS = {errno.ECONNREFUSED, errno.ECONNRESET}
+_REASONS = {errno.EINVAL: "a blackhole route"}
 _MOST_AT_ONCE = 200
 
 
 class _Connection(NamedTuple):
     target: int
+    protocol: Protocol
     deadline: float
     local: _Local
 
@@ -55,17 +62,20 @@ class _Connection(NamedTuple):
 class Connector:
     """Opens TCP connections to targets at a limited rate, and closes them at once.
 
-    See `kproxy_core.app.verify.expectation` for the targets.
+    See `kproxy_core.app.verify.expectation` for the targets. Those with ``protocol`` UDP get an empty
+    datagram.
     """
 
     def __init__(
         self, targets: Sequence[Expectation], events: Announcements[FlowEvent] | None, *,
-        rate: float, most: int, timeout: float,
+        rate: float, most: int, timeout: float, open_socket: OpenSocket = socket.socket,
+        source: Address | None = None,
     ) -> None:
         """Open *rate* connections per second, at most *most* to each target. *timeout* in seconds.
 
-        Without *events* of connection tracking, endpoints are unknown.
+        Without *events* of connection tracking, endpoints are unknown. *source* None: the kernel chooses it.
         """
+        self._open_socket, self._source = open_socket, source
         self._targets = targets
         self._events = events
         self._bucket = TokenBucket(1 / rate, 1)
@@ -96,20 +106,29 @@ class Connector:
 
     def _connect(self, at: int) -> None:
         address, port = Destination.parse(self._targets[at]["frontend"])
-        sock = socket.socket(family_of(address).af, socket.SOCK_STREAM)
+        protocol = Protocol[self._targets[at].get("protocol", "TCP")]
+        is_tcp = protocol is Protocol.TCP
+        sock = self._open_socket(family_of(address).af, socket.SOCK_STREAM if is_tcp else socket.SOCK_DGRAM)
         sock.setblocking(False)
+        if self._source is not None:
+            sock.bind((format_address(self._source), 0))
         code = sock.connect_ex((format_address(address), port))
-        local = parse_address(sock.getsockname()[0]), int(sock.getsockname()[1])
-        self._open[sock] = _Connection(at, time.monotonic() + self._timeout, local)
+        if not (code or is_tcp):
+            code = _code_of(lambda: sock.send(b"")) or errno.EINPROGRESS
+        local = protocol, parse_address(sock.getsockname()[0]), int(sock.getsockname()[1])
+        self._open[sock] = _Connection(at, protocol, time.monotonic() + self._timeout, local)
         if code == errno.EINPROGRESS:
-            self._selector.register(sock, selectors.EVENT_WRITE)
+            self._selector.register(sock, selectors.EVENT_WRITE if is_tcp else selectors.EVENT_READ)
         else:
             self._end(sock, _result(code))
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
-            assert isinstance(key.fileobj, socket.socket)
-            self._end(key.fileobj, _result(key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            self._end(sock, _result(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if self._open[sock].protocol is Protocol.TCP else _code_of(partial(sock.recv, 1))))
         now = time.monotonic()
         for sock in [sock for sock, connection in self._open.items() if connection.deadline <= now]:
             self._end(sock, HUNG)
@@ -120,17 +139,26 @@ class Connector:
             self._selector.unregister(sock)
         sock.close()
         for event in self._events.read() if self._events is not None else ():
-            if event.protocol == Protocol.TCP:
-                reply = event.reply
-                self._endpoints[event.original[:2]] = Destination(reply.source, reply.source_port)
+            if event.protocol in (Protocol.TCP, Protocol.UDP):
+                local, reply = (event.protocol, *event.original[:2]), event.reply
+                self._endpoints[local] = Destination(reply.source, reply.source_port)
         endpoint = self._endpoints.pop(connection.local, None)
-        self._attempts[connection.target].append(Attempt(result, endpoint, connection.local[0]))
+        self._attempts[connection.target].append(Attempt(result, endpoint, connection.local[1]))
+
+
+def _code_of(act: Callable[[], object]) -> int:
+    """Return the error number of *act*; 0: none."""
+    try:
+        act()
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _result(code: int) -> str:
     if not code:
         return ANSWERED
-    return REFUSED if code in _REFUSALS else os.strerror(code).lower()
+    return REFUSED if code in _REFUSALS else _REASONS.get(code) or os.strerror(code).lower()
 
 
 def read_targets(flags: Flags, service: str) -> Found:
@@ -212,7 +240,8 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
     for problem in frontend["problems"]:
         yield f"  {bad(problem)}"
     if frontend["problems"]:
-        yield hint(f"  `kproxy explain node {frontend['frontend']}` says which rules such packets meet")
+        yield hint(f"  `kproxy explain node {frontend['frontend']} --probe` says which rules such packets "
+                   "meet, and what the endpoints themselves answer")
 
 
 @click.command("verify", cls=FlagCommand)

@@ -40,6 +40,9 @@ class Description(Struct, frozen=True):
     base: str = ""
     """The mode that this one stands on: the core makes that mode's backend first, and this one's on top of it
     (`backend.LayeredBackend`). "": none."""
+    forwards: bool = True
+    """The kernel of this node forwards the packets of Services. False: processes of the mode open connections
+    of their own to endpoints, so that the node need not forward."""
     options: tuple[str, ...] | None = None
     """Names of the mode's options in ``kproxy.backendOptions``, without those of its base. A start with any
     other name fails. None: any may be given."""

@@ -153,11 +153,13 @@ class Policies(NamedTuple):
 def explained(
     sender: Sender, to: str, deciders: Sequence[Answered], others: Mapping[str, Answered], objects: Objects,
     pods: Mapping[ServiceName, Pod], policies: Policies, node_addresses: Collection[Address], now: float,
+    probed: Answered | None = None,
 ) -> Json:
     """Return the answer to ``kubectl kproxy explain``.
 
     *deciders*: the nodes that decide about the packets. *others*: the nodes of endpoints, by their names.
-    *pods*: those of the endpoints, by their names. *now*: seconds since the epoch.
+    *pods*: those of the endpoints, by their names. *now*: seconds since the epoch. *probed*: the sender's
+    node, if it has sent packets.
     """
     asked = {answered.node: answered for answered in (*others.values(), *deciders)}
     problems = [*_faults(deciders)]
@@ -168,15 +170,32 @@ def explained(
     ways = [_way(group, objects, asked, pods, policies) for group in _groups(deciders)]
     problems += _contradictions(ways)
     problems += [Problem(answered.problem, answered.node) for answered in asked.values() if answered.problem]
+    problems += [*_probe_problems(probed)] if probed is not None else []
     return {
         "from": str(sender), "node": sender.node, "to": to,
         "problems": [problem.as_json(now) for problem in problems],
         "settling": [problem.as_json(now) for problem in settling],
         "ways": ways,
+        "probes": [*_probes(probed)] if probed is not None else [],
         "egress_policies": selecting(policies.found, sender.pod, "Egress") if sender.pod else [],
         "policies_problem": policies.problem,
         "objects": [_object(name, found, now) for name, found in objects.items()],
     }
+
+
+def _probe_problems(probed: Answered) -> Iterator[Problem]:
+    """Yield what the packets have found that the sender's node sent."""
+    if probed.problem:
+        yield Problem(f"probe: {probed.problem}", probed.node)
+    found = (what for packet in probed.packets if (probe := packet.get("probe"))
+             for what in (*probe["findings"], *probe["unclear"]))
+    yield from (Problem(f"probe: {what}", probed.node) for what in dict.fromkeys(found))
+
+
+def _probes(probed: Answered) -> Iterator[Json]:
+    for packet in probed.packets:
+        if probe := packet.get("probe"):
+            yield {"node": probed.node, "to": packet["to"], "protocol": packet["protocol"], **probe}
 
 
 def _object(name: ServiceName, found: ServiceObjects, now: float) -> Json:

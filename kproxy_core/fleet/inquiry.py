@@ -100,6 +100,12 @@ class _Kernel(Struct, frozen=True):
     filters: list[_Text] = []
 
 
+class _Probe(Struct, frozen=True):
+    findings: list[_Text]
+    unclear: list[_Text]
+    source: _Text = ""
+
+
 class _Packet(Struct, frozen=True):
     to: _Text
     protocol: Literal["TCP", "UDP", "SCTP"]
@@ -115,6 +121,8 @@ class _Packet(Struct, frozen=True):
     last_resort: _LastResort | None = None
     slices: list[_Slice] | UnsetType = UNSET
     """UNSET: the release is older than this field."""
+    probe: _Probe | UnsetType | None = UNSET
+    """Of an answer to a question with ``--probe``; None: such packets were not sent."""
 
     def __post_init__(self) -> None:
         Destination.parse(self.to)
@@ -139,10 +147,10 @@ class Inquiry:
         self._objects: dict[ServiceName, ServiceObjects] = {}
         self._unreached: set[str] = set()
 
-    def explain(self, sender: str, to: str) -> Json:
+    def explain(self, sender: str, to: str, *, probe: bool = False) -> Json:
         """Return the answer to ``kubectl kproxy explain`` *sender* *to*.
 
-        Raises NoAnswer, NoCluster and Forbidden.
+        With *probe*, the sender's node sends packets. Raises NoAnswer, NoCluster and Forbidden.
         """
         target = parse_target(to)
         if isinstance(target, ServiceTarget):
@@ -154,16 +162,19 @@ class Inquiry:
         ]
         self._proxies = {node.name: node for node in self._cluster.nodes()}
         found = self._sender(sender)
+        if probe and not found.node:
+            raise Misused(f"--probe sends from a node, or from a pod on it: {found} is neither")
         if isinstance(target, ServiceTarget):
             self._read_service(ServiceName(target.namespace, target.name), is_named=True)
         deciders = self._ask_deciders(found, target, to)
         self._read_services(deciders)
         others = self._ask_others(deciders)
+        probed = self._probe(found, target, to) if probe else None
         self._read_again()
         addresses = frozenset(address for node in self._nodes for address in node.addresses)
         pods, policies = self._read_policies(found)
         return explained(found, to, deciders, others, self._objects, pods, policies, addresses,
-                         self._cluster.now())
+                         self._cluster.now(), probed)
 
     def _sender(self, text: str) -> Sender:
         if text == Origin.OUTSIDE.value:
@@ -235,8 +246,14 @@ class Inquiry:
                     name, [*before.packets, *answered.packets], before.problem or answered.problem)
         return found
 
-    def _ask(self, names: Sequence[str], sender: str, to: str) -> dict[str, Answered]:
-        command = ("kproxy", "explain", sender, to, "-o", "json")
+    def _probe(self, sender: Sender, target: Target, to: str) -> Answered:
+        """Return the answers of the sender's node, which sends the packets."""
+        word = sender.word(sender.node, self._families(target))
+        answered = self._ask([sender.node], word, to, "--probe")[sender.node]
+        return answered._replace(packets=meant(answered.packets, target, sender))
+
+    def _ask(self, names: Sequence[str], sender: str, to: str, *options: str) -> dict[str, Answered]:
+        command = ("kproxy", "explain", sender, to, *options, "-o", "json")
         nodes = [self._proxies.get(name, Node(name=name, ready=False, problem="there is no such node"))
                  for name in names]
         found = {}

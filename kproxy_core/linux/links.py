@@ -15,7 +15,7 @@ _NAME, _MTU, _MASTER, _LINKINFO, _PEER_NAMESPACE = 3, 4, 10, 18, 37
 _KIND, _DATA, _PORT_DATA = 1, 2, 5
 _HAIRPIN, _CALLS_IP, _CALLS_IP6 = 4, 36, 37
 """IFLA_BRPORT_MODE; IFLA_BR_NF_CALL_IPTABLES and _IP6TABLES."""
-_UP, _LOOPBACK, _PROMISCUOUS = 0x1, 0x8, 0x100
+_UP, _LOOPBACK, _RUNNING, _PROMISCUOUS = 0x1, 0x8, 0x40, 0x100
 
 
 class Link(NamedTuple):
@@ -33,6 +33,8 @@ class Link(NamedTuple):
     """Its other end is in another network namespace, as that of a pod is."""
     has_hairpin: bool = False
     """Of a bridge's port: frames may leave by the port that they arrived at."""
+    has_carrier: bool = True
+    """It is up and can send, as far as its driver knows (IFF_RUNNING)."""
     calls: tuple[bool, bool] = False, False
     """Of a bridge: whether it sends IPv4 and IPv6 packets through netfilter by itself."""
 
@@ -75,6 +77,7 @@ def parse(answers: Iterator[Span]) -> Iterator[Link]:
                 _number(found.get(_MTU, b"")), _number(found.get(_MASTER, b"")),
                 is_up=bool(flags & _UP), is_loopback=bool(flags & _LOOPBACK),
                 is_promiscuous=bool(flags & _PROMISCUOUS), leads_elsewhere=_PEER_NAMESPACE in found,
+                has_carrier=flags & (_UP | _RUNNING) == _UP | _RUNNING,
                 has_hairpin=any(port.get(_HAIRPIN, b"")),
                 calls=(is_bridge and any(own.get(_CALLS_IP, b"")),
                        is_bridge and any(own.get(_CALLS_IP6, b""))))

@@ -23,6 +23,7 @@ def kproxy_describe() -> Description:
         summary="redirects to relays of its own; also without any privileges",
         contract=(1, 1),
         preference=-100,
+        forwards=False,
         options=(
             "listen", "bindAddress", "portRange", "udpIdleTimeout", "removedEndpoints", "drainTimeout",
             "halfClosedTimeout", "workers", "syncPeriod",

@@ -126,3 +126,29 @@ def test_a_node_that_has_not_been_told_of_changes_is_named_with_their_age(fleet:
     assert missing > 24 * 3600
     assert (unknown_status, problems(unknown)[1:]) == (1, [
         "node-b does not know that 10.96.0.30:80/TCP is of Service shop/new"])
+
+
+def test_a_probe_of_the_sender_s_node_finds_endpoints_that_refuse(fleet: Fleet) -> None:
+    await_slice(fleet, "node-b", slice_of())
+    status, found = explained(fleet, "node-b", "shop/web", "--probe")
+    assert (status, found["problems"]) == (0, [])
+    (probe,) = found["probes"]
+    assert (probe["node"], probe["findings"], probe["unclear"]) == ("node-b", [], [])
+    assert probe["source"]
+    wrong = slice_of()
+    wrong["ports"][0]["port"] = PORT + 1
+    fleet.apply(wrong)
+    try:
+        await_slice(fleet, "node-b", wrong)
+        status, found = explained(fleet, "node-b", "shop/web", "--probe")
+        outside = fleet.kubectl("explain", "outside", "shop/web", "--probe")
+    finally:
+        fleet.apply(slice_of())
+        await_slice(fleet, "node-b", slice_of())
+    assert status == 1
+    assert {problem for problem in problems(found) if " probe: " in problem} == {
+        f"node-b probe: {pod_address(node)}:{PORT + 1} refuses connections: no process of the pod listens at "
+        "that port, or a filter rejects them; compare the targetPort of the Service with the container"
+        for node in fleet.nodes}
+    assert outside.returncode == 2
+    assert "--probe sends from a node, or from a pod on it: outside is neither" in outside.stderr

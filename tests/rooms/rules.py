@@ -101,7 +101,8 @@ ONLY_ENCODE = (
 
 ONLY_ANSWERS = (
     "kproxy_core.app.changes", "kproxy_core.app.doctor", "kproxy_core.app.drops", "kproxy_core.app.explain",
-    "kproxy_core.app.passage", "kproxy_core.app.programs", "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
+    "kproxy_core.app.passage", "kproxy_core.app.probe", "kproxy_core.app.programs",
+    "kproxy_core.app.verify", "kproxy_core.fleet.explain", "kproxy_core.fleet.lags",
     "kproxy_core.fleet.objects", "kproxy_core.fleet.switch",
 )
 """The modules of other rooms that only compute."""

@@ -38,12 +38,20 @@ def _lines(found: Found) -> Iterator[str]:
         yield ""
         yield from _way(way)
     yield ""
+    for at, probe in enumerate(found["probes"]):
+        yield _line("" if at else "probe", _probe(probe))
     if found["egress_policies"]:
         yield _line("policies", f"egress of the sender: {', '.join(found['egress_policies'])}")
     if found["policies_problem"]:
         yield _line("policies", hint(found["policies_problem"]))
     for at, line in enumerate(_objects(found["objects"])):
         yield _line("" if at else "API server", faint(line))
+
+
+def _probe(probe: Found) -> str:
+    unclear = hint("unclear") if probe["unclear"] else good("answers as it should")
+    words = bad("a problem") if probe["findings"] else unclear
+    return f"{probe['to']}/{probe['protocol']} from {probe['source']} at {probe['node']}: {words}"
 
 
 def _problems(problems: Sequence[Found]) -> Iterator[str]:
@@ -133,9 +141,10 @@ def _line(label: str, text: str) -> str:
 @click.command("explain", cls=FlagCommand)
 @click.argument("sender", metavar="FROM")
 @click.argument("to", metavar="TO")
+@click.option("--probe", is_flag=True, help="Also send packets from FROM, as `kproxy explain --probe` does.")
 @with_cluster_and_namespace
 @OUTPUT
-def command(cluster: "Cluster", sender: str, to: str, namespace: str, output: str) -> int:
+def command(cluster: "Cluster", sender: str, to: str, probe: bool, namespace: str, output: str) -> int:
     """Explain what happens to packets from FROM to TO, and why, in the whole cluster.
 
     FROM is [NAMESPACE/]POD, NODE, an address or outside. TO is ADDRESS[:PORT[/PROTOCOL]],
@@ -144,10 +153,14 @@ def command(cluster: "Cluster", sender: str, to: str, namespace: str, output: st
     The node that decides is asked, or every node if any may be dialled; then the nodes of the endpoints. What
     they know is compared with the API server's objects. Problems come first. Exit status: 1 if there are any,
     else 0.
+
+    With --probe, FROM must be a node or a pod: its node opens connections to TO and to the endpoints
+    themselves, as `kproxy explain --probe` does, and what that finds is a problem.
     """
     from kproxy_core.fleet.inquiry import Inquiry
 
     with cli_errors(), progress_bar("explain") as progress:
-        found = Inquiry(cluster, namespace or cluster.default_namespace, progress).explain(sender, to)
+        inquiry = Inquiry(cluster, namespace or cluster.default_namespace, progress)
+        found = inquiry.explain(sender, to, probe=probe)
     show_answer(found, output, as_text)
     return 1 if found["problems"] else 0

@@ -230,3 +230,14 @@ def test_a_packet_stands_for_those_to_every_port_of_endpoints_or_to_every_fronte
     }
     by_sockets = samples(CLEAN, services._replace(dials_endpoints=True))
     assert [sample.what for sample in by_sockets if sample.hook] == ["from outside"]
+
+
+def test_a_mode_of_relays_needs_no_forwarding() -> None:
+    ill = CLEAN._replace(
+        settings=SETTINGS | {"net/ipv4/ip_forward": "0", "net/bridge/bridge-nf-call-iptables": "0"})
+    relayed = SERVICES._replace(needs_forwarding=False)
+    forwarded = {finding.check for finding in findings(ill, SERVICES)}
+    assert {"ip-forward", "bridge-nf-call"} <= forwarded
+    assert not {"ip-forward", "bridge-nf-call"} & {finding.check for finding in findings(ill, relayed)}
+    assert not any(sample.hook == "" for sample in samples(CLEAN, relayed))
+    assert any(sample.hook == "" for sample in samples(CLEAN, SERVICES))

@@ -109,13 +109,14 @@ def sides() -> Iterator[Sides]:
         settings = ("net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1",
                     "net.bridge.bridge-nf-call-iptables=1", "net.bridge.bridge-nf-call-ip6tables=1")
         node.run("sysctl", "-qw", *settings)
-        stack.enter_context(_answering(endpoint))
+        stack.enter_context(answering(endpoint))
         clients = dict(zip(SENDERS, (bridged, routed, node, outside), strict=True))
         yield Sides(node, clients, endpoint)
 
 
 @contextmanager
-def _answering(endpoint: Namespace) -> Iterator[None]:
+def answering(endpoint: Namespace) -> Iterator[None]:
+    """Answer at port 8080 of *endpoint*, by TCP and UDP."""
     with ExitStack() as stack:
         stream, datagrams = endpoint.inside(lambda: (
             socket.create_server(("::", 8080), family=socket.AF_INET6, dualstack_ipv6=True),

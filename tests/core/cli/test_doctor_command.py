@@ -288,7 +288,7 @@ def test_the_exit_status_and_the_text_say_whether_anything_was_found() -> None:
     nothing: dict[str, Any] = {"proxy": "", "findings": [], "unclear": []}
     assert click.unstyle(as_text(nothing)).splitlines() == [
         "nothing was found on this node that hurts Services",
-        "`kproxy explain` follows one packet, `kproxy trace` watches the next ones"]
+        "`kproxy explain` follows one packet, with --probe it sends one, `kproxy trace` watches the next"]
     assert status_of(nothing) == 0
 
 

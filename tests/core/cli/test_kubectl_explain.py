@@ -21,6 +21,7 @@ WAY: dict[str, Any] = {
 }  # fmt: skip
 FOUND: dict[str, Any] = {
     "from": "pod shop/cart on node a", "to": "shop/web", "problems": [], "settling": [], "ways": [WAY],
+    "probes": [],
     "egress_policies": ["carts"], "policies_problem": "",
     "objects": [{"service": "shop/web", "resource_version": "7", "seconds": 300.0,
                  "slices": [{"name": "web-1", "resource_version": "8", "seconds": None}]}],
@@ -86,6 +87,13 @@ def test_endpoints_that_are_not_ready_on_their_own_node_come_first() -> None:
     odd = ROW | {"endpoint": "10.1.9.9:8080", "there": "not known"}
     told = text({"endpoints": [ROW, odd]})
     assert 0 < told.index("10.1.9.9:8080") < told.index("10.1.2.1:8080")
+
+
+def test_probes_are_told_with_their_sender() -> None:
+    probe = {"node": "a", "to": "10.96.0.1:80", "protocol": "TCP", "source": "10.1.1.1", "unclear": []}
+    said = text(probes=[probe | {"findings": []}, probe | {"findings": ["it refuses"]}])
+    assert "  probe       10.96.0.1:80/TCP from 10.1.1.1 at a: answers as it should\n" in said
+    assert "              10.96.0.1:80/TCP from 10.1.1.1 at a: a problem\n" in said
 
 
 def test_policies_that_could_not_be_read_are_said() -> None:

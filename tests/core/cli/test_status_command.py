@@ -5,16 +5,19 @@ import subprocess
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kproxy_core import __version__
 from kproxy_core.app.overview import Overview
+from kproxy_core.app.replies import ProxyStatus
 from kproxy_core.cli.status import age, as_text
 from kproxy_core.contract.values import Fallback
 from kproxy_core.model.address import Family
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.pages import About
 from kproxy_core.sync.loop import Loop
+from tests.core.cli.sides import FLAGS, sides, write
 from tests.core.namespaces import namespace
 from tests.core.processes import kproxy, running
 from tests.core.sync_events import synced
@@ -28,7 +31,7 @@ FOUND = {
 
 
 def test_problems_come_first() -> None:
-    assert as_text(FOUND | {"findings": ["mtu", "clock"]}).splitlines() == [
+    assert as_text(msgspec.convert(FOUND | {"findings": ["mtu", "clock"]}, ProxyStatus)).splitlines() == [
         "n1: \x1b[31m\x1b[1mnot well\x1b[0m for 100 s",
         "  \x1b[31m\x1b[1mIPv4: busy\x1b[0m",
         "mode             iptables, configured: nftables",
@@ -56,9 +59,9 @@ def test_a_fallback_is_named_while_it_serves() -> None:
     about = About(mode="iptables", version="0", configuration={}, flags={}, started=5.0)
     about.fallback = Fallback("nftables", "iptables", "no nf_tables")
     overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
-    assert overview.condition()["fallback"] == str(about.fallback)
+    assert overview.condition().fallback == str(about.fallback)
     about.mode = "nftables"
-    assert overview.condition()["fallback"] == ""
+    assert overview.condition().fallback == ""
 
 
 def test_problems_are_asked_for_once() -> None:
@@ -73,7 +76,8 @@ def test_problems_are_asked_for_once() -> None:
     about = About(mode="nftables", version="0", configuration={}, flags={}, started=5.0)
     overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
     condition = overview.condition()
-    assert (len(asked), condition["healthz"]["body"]["problems"]) == (1, condition["problems"])
+    assert condition.healthz is not None
+    assert (len(asked), condition.healthz.body["problems"]) == (1, condition.problems)
 
 
 def test_a_running_proxy_tells_that_it_is_well(tmp_path: Path) -> None:
@@ -95,3 +99,20 @@ def test_a_running_proxy_tells_that_it_is_well(tmp_path: Path) -> None:
     assert (found["problems"], found["lag"], found["healthz"]["code"]) == ([], 0, 200)
     assert found["started"] < found["last_sync"] <= found["since"] <= found["now"]
     assert isinstance(found["findings"], list)
+
+
+@pytest.mark.parametrize(("mode", "well"), [("nftables", False), ("userspace", True)])
+def test_a_node_that_forwards_nothing_is_well_where_relays_serve(
+    tmp_path: Path, mode: str, well: bool
+) -> None:
+    write(tmp_path)
+    with sides() as made, running(made.node, f"--mode={mode}", f"--manifests={tmp_path}", *FLAGS) as proxy:
+        proxy.await_health()
+        made.node.run("sysctl", "-qw", "net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0")
+        made.node.nft("table inet theirs { chain f { type filter hook forward priority 0; policy drop; }; }")
+        assert made.dial("veth", "ip") == ("answered" if well else "silence")
+        done = kproxy("status", "-o", "json", node=made.node)
+        found = json.loads(done.stdout)
+    assert (done.returncode == 0, found["well"]) == (well, well), found["problems"]
+    lost = {"ip-forward", "firewall"} & set(found["findings"])
+    assert lost == (set() if well else {"ip-forward", "firewall"})
