@@ -120,9 +120,9 @@ NAMES_A_BACKEND = frozenset((
         "linux.node_state", "contract.public",
     )),
 ))  # fmt: skip
-"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and
-reports read the rules that iptables' programs left in a kernel; the doctor and remedies name settings, programs and
-modes that write chains of kube-proxy's; libnftables is the name of a library, and nftables.service the unit of a
+"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; the kit and reports read the
+rules that iptables' programs left in a kernel; the doctor and remedies name settings, programs and modes that
+write chains of kube-proxy's; libnftables is the name of a library, and nftables.service the unit of a
 distribution that loads its rules; kube-proxy names its metrics of relays after the only mode that has any."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})

@@ -186,11 +186,13 @@ def test_the_first_chain_of_another_program_that_drops_the_packet_is_named(
 def test_where_it_is_not_certain_it_leads_to_the_doctor(node: Namespace, manifests: Path) -> None:
     said = ("\n\n`kproxy doctor` looks for what stops packets here, `kproxy trace` watches the next "
             "ones\n")
+    node.ip("address add 192.0.2.1/24 dev lo", "route add default via 192.0.2.254 dev lo")
+    node.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
     with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
         proxy.await_health()
         question = (KPROXY, "explain", "10.1.9.9", "10.96.0.10:80")
         assert not node.run(*question).endswith(said)
-        node.nft("table inet theirs { chain p { type filter hook prerouting priority -200; "
+        node.nft("table inet theirs { chain p { type filter hook prerouting priority -199; "
                  "tcp dport 80 limit rate 1/second drop; }; }")
         text = node.run(*question)
         assert " may drop it" in text
