@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from kproxy_conformance.drivers.kproxy import KPROXY, KproxyDriver, ThroughApiDr
 from kproxy_conformance.drivers.kube_proxy import KubeProxyDriver
 from kproxy_conformance.network.addresses import FAMILIES
 from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.rights import MissingRight
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.network.wiring import ALL, DEFAULT, SEED, check_choice, chosen, names, read
 from kproxy_conformance.processes import own_name
 from kproxy_conformance.suite.scenario import SCENARIOS, Scenario, find
 from kproxy_conformance.suite.stage import FAILED, PASSED, SKIPPED, Result, Stage
@@ -44,6 +46,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--family", choices=FAMILIES, action="append", help="only this IP family")
     parser.add_argument("--scenario", default="*", metavar="GLOB", help="only matching names")
     parser.add_argument("--dir", action="append", type=Path, help="folder of scenarios; may be repeated")
+    parser.add_argument(
+        "--wiring", default=DEFAULT, metavar="NAME",
+        help=f"how pods are attached: {', '.join(names())}; {ALL}, or {SEED}N to draw one for each scenario",
+    )
     parser.add_argument("--list", action="store_true", help="list the scenarios and stop")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--workdir", type=Path, help="keep logs and evidence here")
@@ -60,6 +66,10 @@ def main() -> int:
         return 0
     if not scenarios:
         sys.exit("no scenario matches")
+    try:
+        check_choice(options.wiring)
+    except ValueError as error:
+        sys.exit(f"--wiring: {error}")
     if os.geteuid() != 0:
         sys.exit("network namespaces need root")
     if options.driver == KubeProxyDriver.name:
@@ -90,26 +100,42 @@ def _play(options: argparse.Namespace, scenarios: list[Scenario], directory: Pat
         kind = KproxyDriver if options.driver == KproxyDriver.name else ThroughApiDriver
         return kind(topology, directory, options.command or KPROXY, given)
 
-    results = []
+    results: list[Result] = []
+    by_wiring: defaultdict[str, list[Scenario]] = defaultdict(list)
+    for scenario in sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
+        for wiring in chosen(options.wiring, scenario.name, options.mode):
+            by_wiring[wiring].append(scenario)
     with ExitStack() as stack:
         cgroup, given = None, NO_OPTIONS
         if options.mode in SOCKET_MODES:
             cgroup = NodeCgroup()
             stack.callback(cgroup.close)
             given = {options.mode: {"cgroup": str(cgroup.path)}}
-        stage = stack.enter_context(Stage(make_driver, directory, cgroup))
-        for scenario in sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
-            for family in options.family or FAMILIES:
-                result = stage.play(scenario, options.mode, family)
-                results.append(result)
-                reason = f"  ({result.detail})" if result.status == SKIPPED else ""
-                line = f"{result.status:8}{result.seconds:6.1f} s  {scenario.name} {family}{reason}"
-                print(line, flush=True)
-                if result.status == FAILED:
-                    print(result.detail, flush=True)
-        if options.packets:
-            stage.write_packets(options.packets)
+        for wiring in sorted(by_wiring):
+            try:
+                stage = Stage(make_driver, directory / wiring, cgroup, read(wiring))
+            except MissingRight as error:
+                number = len(by_wiring[wiring])
+                print(f"missing: wiring {wiring}, {number} scenarios: {error.reason}", flush=True)
+                results.append(Result("*", options.mode, "", SKIPPED, str(error), wiring=wiring))
+                continue
+            with stage:
+                for scenario in by_wiring[wiring]:
+                    for family in options.family or FAMILIES:
+                        results.append(stage.play(scenario, options.mode, family))
+                        _print(results[-1])
+                if options.packets:
+                    stage.write_packets(options.packets)
     return results
+
+
+def _print(result: Result) -> None:
+    reason = f"  ({result.detail})" if result.status == SKIPPED else ""
+    where = "" if result.wiring == DEFAULT else f" in {result.wiring}"
+    played = f"{result.scenario} {result.family}{where}"
+    print(f"{result.status:8}{result.seconds:6.1f} s  {played}{reason}", flush=True)
+    if result.status == FAILED:
+        print(result.detail, flush=True)
 
 
 if __name__ == "__main__":

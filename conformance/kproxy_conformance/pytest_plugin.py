@@ -44,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kproxy-option", metavar="NAME=VALUE", action="append", default=[],
         help=f"An option of the backend: JSON, or else text; {NODE_CGROUP}: see NodeCgroup.",
     )
+    group.addoption(
+        "--kproxy-wiring", metavar="WIRING", default="default",
+        help="How pods are attached where scenarios are played: a name, or seed:N to draw one for each.",
+    )
     for name, about in (
         (
             "kproxy_not_applicable",
@@ -204,7 +208,18 @@ def _wanted(config: pytest.Config, mode: str) -> Wanted:
         tuple(config.getini("kproxy_damage")),
         declared,
         cgroup,
+        _wiring(config.getoption("--kproxy-wiring")),
     )
+
+
+def _wiring(choice: str) -> str:
+    from kproxy_conformance.network.wiring import check_choice
+
+    try:
+        check_choice(choice)
+    except ValueError as error:
+        raise pytest.UsageError(f"--kproxy-wiring: {error}") from None
+    return choice
 
 
 def _option(text: str) -> tuple[str, object]:

@@ -1,10 +1,12 @@
 """The modes that scenarios are played in, and the scenarios that one of them leaves out."""
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kproxy_conformance.network.addresses import FAMILIES
+from kproxy_conformance.network.wiring import DEFAULT, draw, read
 from kproxy_conformance.suite.scenario import Scenario
 
 LEGACY = "-legacy"
@@ -51,6 +53,17 @@ NOT_FOR: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By mode, the scenarios that ask for what it does not do, and why; docs/userspace.md has them as a table."""
+WIRINGS: Mapping[str, tuple[str, ...]] = {
+    "nftables": ("routed", "two-uplinks"),
+    "nftables" + THROUGH_API: ("cni-bridge", "bridge-without-hairpin"),
+    "iptables": ("cni-ptp", "overlay"),
+    "iptables" + LEGACY: ("cni-bridge", "ipv6-only"),
+    "userspace": ("macvlan", "routed"),
+    "ebpf": ("host", "bridge-unfiltered"),
+}
+"""By mode, the wirings that share its scenarios with the default one. Each costs every lane of the mode a
+start of kproxy, so not each mode has all: ``python -m kproxy_conformance --wiring all`` plays them."""
+_read = functools.cache(read)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,6 +73,7 @@ class Case:
     mode: str
     family: str
     scenario: str
+    wiring: str = DEFAULT
 
     @property
     def kernel_mode(self) -> str:
@@ -75,13 +89,14 @@ def kernel_mode(mode: str) -> str:
 
 
 def cases_of(
-    mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = (), *, in_turns: bool = False
-) -> list[Case]:
+    mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = (), *, in_turns: bool = False,
+    wirings: Sequence[str] = (),
+) -> list[Case]:  # fmt: skip
     """Return the cases of *mode* for all scenarios but those *left_out*.
 
-    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted. With
-    *in_turns*, each is played in one family, both in turns: for what differs little from another mode or
-    kernel, where each is played in both.
+    Scenarios with equal wiring and configuration follow each other, so that the proxy is seldom restarted.
+    Each is played in the default wiring or one of *wirings*. With *in_turns*, each is played in one family,
+    both in turns: for what differs little from another mode or kernel, where each is played in both.
     """
     driver = DRIVER + THROUGH_API if mode.endswith(THROUGH_API) else DRIVER
     ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
@@ -91,8 +106,17 @@ def cases_of(
             each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, driver)]
         if in_turns:
             families = families[number % 2 :][:1] or families[:1]
-        found += [Case(mode, family, scenario.name) for family in families]
-    return found
+        found += [Case(mode, family, scenario.name, _wiring(mode, family, scenario, wirings))
+                  for family in families]
+    return sorted(found, key=lambda case: case.wiring)
+
+
+def _wiring(mode: str, family: str, scenario: Scenario, others: Sequence[str]) -> str:
+    """Return a wiring for *scenario*, drawn from those that allow it."""
+    wirings = map(_read, (DEFAULT, *others))
+    playable = [each.name for each in wirings
+                if not scenario.unplayable_in(each, kernel_mode(mode), family)]
+    return draw(family, scenario.name, mode, playable)
 
 
 def undocumented(cases: Sequence[Case], scenarios: Iterable[Scenario], left_out: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,26 @@ from kproxy_conformance.drivers.driver import NO_OPTIONS, Driver
 from kproxy_conformance.drivers.kproxy import KproxyDriver, ThroughApiDriver
 from kproxy_conformance.network.cgroup import NodeCgroup
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.network.wiring import DEFAULT, read
 from kproxy_conformance.suite.stage import Stage
 from tests.conformance.cases import LEGACY, THROUGH_API
 
 
 class Stages:
-    """At most one stage at a time: tests are ordered by mode."""
+    """At most one stage at a time: tests are ordered by mode and wiring."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mode = ""
+        self._key = ("", "")
         self._stage: Stage | None = None
         self._cgroup: NodeCgroup | None = None
         self._patch = pytest.MonkeyPatch()
 
-    def of(self, mode: str) -> Stage:
-        """Return the stage of *mode*; that of another mode is closed."""
-        if self._stage is None or self._mode != mode:
+    def of(self, mode: str, wiring: str = DEFAULT) -> Stage:
+        """Return the stage of *mode* in *wiring*; any other is closed. Raises MissingRight."""
+        if self._stage is None or self._key != (mode, wiring):
             self.close()
-            directory = self._directory / mode
-            directory.mkdir(exist_ok=True)  # An earlier test may have failed here.
+            directory = Path(tempfile.mkdtemp(prefix=f"{mode}-{wiring}-", dir=self._directory))
             if mode.endswith(LEGACY):
                 self._prefer_legacy(directory)
 
@@ -42,8 +43,8 @@ class Stages:
             if mode in SOCKET_MODES:
                 self._cgroup = NodeCgroup()
                 options = {mode: {"cgroup": str(self._cgroup.path)}}
-            self._stage = Stage(make_driver, directory, self._cgroup)
-            self._mode = mode
+            self._stage = Stage(make_driver, directory, self._cgroup, read(wiring))
+            self._key = mode, wiring
         return self._stage
 
     def close(self) -> None:

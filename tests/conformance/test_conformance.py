@@ -3,13 +3,15 @@
 A case is one pytest case, played once; ``pytest tests/conformance -k hairpin`` plays only what it names.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from kproxy_conformance.network.wiring import DEFAULT, names
 from kproxy_conformance.suite.scenario import find
 from kproxy_conformance.suite.stage import PASSED
-from tests.conformance.cases import LEGACY, NOT_FOR, THROUGH_API, Case, cases_of, undocumented
+from tests.conformance.cases import LEGACY, NOT_FOR, THROUGH_API, WIRINGS, Case, cases_of, undocumented
 from tests.conformance.stages import Stages
 
 MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY, "userspace", "ebpf")
@@ -18,7 +20,8 @@ CASES = [
     case
     for mode in MODES
     for case in cases_of(
-        mode, SCENARIOS.values(), NOT_FOR.get(mode, ()), in_turns=mode.endswith((THROUGH_API, LEGACY))
+        mode, SCENARIOS.values(), NOT_FOR.get(mode, ()), in_turns=mode.endswith((THROUGH_API, LEGACY)),
+        wirings=WIRINGS[mode],
     )
 ]
 
@@ -35,6 +38,13 @@ def test_only_documented_cases_are_left_out() -> None:
     left_out = {name for names in NOT_FOR.values() for name in names}
     assert undocumented(CASES, SCENARIOS.values(), left_out - {case.scenario for case in CASES}) == []
     assert left_out <= set(SCENARIOS)
+
+
+def test_each_wiring_is_played() -> None:
+    played = Counter(case.wiring for case in CASES)
+    assert set(played) == set(names())
+    assert min(played.values()) > 10
+    assert played[DEFAULT] > 100
 
 
 def test_clients_that_are_remembered_are_enough_to_meet_every_endpoint() -> None:
@@ -54,5 +64,5 @@ def test_clients_that_are_remembered_are_enough_to_meet_every_endpoint() -> None
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scenario(case: Case, stages: Stages) -> None:
-    result = stages.of(case.mode).play(SCENARIOS[case.scenario], case.kernel_mode, case.family)
+    result = stages.of(case.mode, case.wiring).play(SCENARIOS[case.scenario], case.kernel_mode, case.family)
     assert result.status == PASSED, result.detail

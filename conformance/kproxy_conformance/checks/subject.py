@@ -9,6 +9,7 @@ from kproxy_conformance.builders import changed_update, full_update
 from kproxy_conformance.checks.check import NotApplicable
 from kproxy_conformance.checks.features import ADDRESSES, Plans
 from kproxy_conformance.network.cgroup import NodeCgroup
+from kproxy_conformance.network.wiring import DEFAULT
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Damage, Leftovers, SyncReport, Update
@@ -36,6 +37,8 @@ class Wanted:
     """Patterns of checks and scenarios that do not apply, with the reason; "": a caveat gives it."""
     cgroup: NodeCgroup | None = None
     """For the sockets of the node and its pods, if the mode works at sockets."""
+    wiring: str = DEFAULT
+    """The choice of a wiring for scenarios, as `wiring.chosen` takes it."""
 
     def excuse(self, name: str) -> str | None:
         """Return why the check or scenario *name* does not apply; None: it applies."""

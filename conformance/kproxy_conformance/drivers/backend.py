@@ -63,7 +63,7 @@ class BackendDriver(Driver):
         """*plugins*: as ``kproxy -p`` takes them."""
         super().__init__(topology, directory, options)
         self.registry = Registry(plugins=tuple(plugins))
-        self._objects = {key_of(obj): obj for obj in base_objects()}
+        self._objects = {key_of(obj): obj for obj in base_objects(self.families)}
         # One of each for all loops, because their threads do not end.
         self._cleaner = FlowCleaner(self._flows_cleaned)
         self._early = EarlyConnections(lambda family, deleted, seconds: None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from kproxy_conformance.network.addresses import FAMILIES, resolve
+from kproxy_conformance.network.addresses import resolve
 from kproxy_conformance.network.dialing import http_get, wait_until
 from kproxy_conformance.network.namespaces import Namespace
 from kproxy_conformance.network.patience import patience
@@ -33,7 +33,6 @@ BASE_CONFIG: Mapping[str, Any] = {
     "healthzBindAddress": f"0.0.0.0:{HEALTHZ_PORT}",
     "metricsBindAddress": f"127.0.0.1:{METRICS_PORT}",
     "enableProfiling": True,
-    "clusterCIDR": ",".join(resolve("cluster_net", family) for family in FAMILIES),
     "conntrack": {"maxPerCore": 0, "min": 0},
     "iptables": {"minSyncPeriod": "50ms"},
     "nftables": {"minSyncPeriod": "50ms"},
@@ -108,8 +107,9 @@ class Driver:
     def __init__(self, topology: Topology, directory: Path, options: Options = NO_OPTIONS) -> None:
         """*directory* is for logs and configuration files."""
         self.node = topology["node"]
+        self.families = topology.families
         self.directory = directory
-        self._options = options
+        self._options = merged(topology.wiring.options, options)
         self._settings: tuple[str, str] | None = None
 
     def apply(self, obj: Json) -> None:
@@ -159,7 +159,8 @@ class Driver:
 
     def complete_config(self, mode: str, config: Mapping[str, Any] | None) -> Json:
         """Return the KubeProxyConfiguration for *mode* with the settings of a scenario."""
-        complete = merged({**BASE_CONFIG, "mode": mode}, config)
+        pods = ",".join(resolve("cluster_net", family) for family in self.families)
+        complete = merged({**BASE_CONFIG, "clusterCIDR": pods, "mode": mode}, config)
         return merged(complete, {"kproxy": {"backendOptions": self._options}} if self._options else {})
 
     def start(self, mode: str, config: Mapping[str, Any] | None) -> None:

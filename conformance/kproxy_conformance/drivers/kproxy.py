@@ -32,7 +32,7 @@ class KproxyDriver(ProxyDriver):
     ) -> None:
         super().__init__(topology, directory, command, options)
         self._prepare()
-        for obj in base_objects():
+        for obj in base_objects(self.families):
             self.apply(obj)
 
     def _prepare(self) -> None:

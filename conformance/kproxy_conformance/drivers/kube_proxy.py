@@ -63,7 +63,7 @@ class KubeProxyDriver(ProxyDriver):
             self._start_etcd(etcd)
             self._start_apiserver(apiserver)
             self._wait_for_control_plane()
-            for obj in base_objects():
+            for obj in base_objects(self.families):
                 if obj["kind"] != "ServiceCIDR":  # the API server makes its own
                     self.apply(obj)
         except BaseException:

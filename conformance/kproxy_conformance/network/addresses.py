@@ -17,7 +17,9 @@ ADDRESSES = {
     "node_net2": ("172.19.0.2", "fd00:172:19::2"),
     "node_pods": ("10.244.1.1", "fd00:10:244:1::1"),
     "node2": ("172.18.0.3", "fd00:172:18::3"),
+    "node_overlay": ("10.244.1.0", "fd00:10:244:1::"),
     "node2_pods": ("10.244.2.1", "fd00:10:244:2::1"),
+    "node2_overlay": ("10.244.2.0", "fd00:10:244:2::"),
     "client": ("172.18.0.100", "fd00:172:18::100"),
     "client_alt": ("172.18.0.101", "fd00:172:18::101"),
     "client_net2": ("172.19.0.100", "fd00:172:19::100"),
@@ -50,7 +52,7 @@ NETWORKS = {
     "any_net": ("0.0.0.0/0", "::/0"),
     "loopback_net": ("127.0.0.0/8", "::1/128"),
 }
-NODE_ADDRESSES = ("node", "node_alt", "node_net2", "node_pods")
+NODE_ADDRESSES = ("node", "node_alt", "node_net2", "node_pods", "node_overlay")
 SERVERS = ("node", "node2", "pod1", "pod2", "pod3", "pod4")
 """Hosts with echo servers."""
 LOCAL = ("node", "pod1", "pod2")
@@ -99,5 +101,6 @@ def node_name_of(symbol: str) -> str:
     return NODE if symbol in LOCAL else OTHER_NODE
 
 
-def is_node_address(address: str) -> bool:
-    return any(address in ADDRESSES[symbol] for symbol in NODE_ADDRESSES)
+def is_node_address(address: str, host_pods: Iterable[str] = ()) -> bool:
+    """Return whether the node has *address*. *host_pods*: pods that share its namespace."""
+    return any(address in ADDRESSES[symbol] for symbol in (*NODE_ADDRESSES, *host_pods))

@@ -125,10 +125,16 @@ class Namespace:
         with self.entered():
             return socket.socket(family, kind)
 
-    def add_veth(self, device: str, peer: "Namespace", peer_device: str) -> None:
-        """Connect *device* of this namespace to *peer_device* of *peer*, and set both up."""
-        end = {"ifname": peer_device, "net_ns_fd": peer._handle}
-        self._netlink.link("add", ifname=device, kind="veth", peer=end)
+    def add_veth(
+        self, device: str, peer: "Namespace", peer_device: str, *, mac: str = "", mtu: int = 1500
+    ) -> None:
+        """Connect *device* of this namespace to *peer_device* of *peer*, and set both up.
+
+        *mac*: the hardware address of *device*; "": one that the kernel chooses.
+        """
+        end = {"ifname": peer_device, "net_ns_fd": peer._handle, "mtu": mtu}
+        options = {"address": mac} if mac else {}
+        self._netlink.link("add", ifname=device, kind="veth", peer=end, mtu=mtu, **options)
         for namespace, name in ((self, device), (peer, peer_device)):
             namespace._netlink.link("set", index=namespace._index(name), state="up")
 
@@ -138,6 +144,9 @@ class Namespace:
         for port in ports:
             self._netlink.link("set", index=self._index(port), master=index)
         self._netlink.link("set", index=index, state="up")
+
+    def add_port(self, bridge: str, device: str) -> None:
+        self._netlink.link("set", index=self._index(device), master=self._index(bridge))
 
     def reflect(self, port: str) -> None:
         """Have a bridge send packets back to the *port* that they came from (hairpin mode)."""
@@ -185,11 +194,15 @@ class Namespace:
         with self.joined(), NFCTSocket() as tracking:
             tracking.flush()
 
+    def configure(self, setting: str, value: int | str) -> None:
+        """Set *setting*, such as ``net/ipv4/ip_forward``. Raises OSError."""
+        with self.joined():
+            _write(setting, value)
+
     def forward(self) -> None:
         """Make it a router."""
-        with self.entered():
-            _write("net/ipv4/ip_forward", 1)
-            _write("net/ipv6/conf/all/forwarding", 1)
+        self.configure("net/ipv4/ip_forward", 1)
+        self.configure("net/ipv6/conf/all/forwarding", 1)
 
     def run(self, *argv: str, stdin: str = "", timeout: float = COMMAND_TIMEOUT) -> str:
         """Return the output of *argv* in the namespace. Raises CommandFailed."""
@@ -222,7 +235,7 @@ def _family(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _write(setting: str, value: int) -> None:
+def _write(setting: str, value: int | str) -> None:
     with open(f"/proc/sys/{setting}", "w", encoding="ascii") as file:
         file.write(str(value))
 

@@ -37,8 +37,8 @@ class EchoServers:
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
-        for host in SERVERS:
-            with topology[host].entered():
+        for host in dict.fromkeys(topology[name] for name in SERVERS):  # A pod may share the node's.
+            with host.entered():
                 for port in PORTS:
                     self._listen_tcp(port)
                     self._listen_udp(socket.AF_INET, port)

@@ -26,8 +26,9 @@ _SILENCE = 0.1
 class Barrier:
     """The sentinel Service of one driver."""
 
-    def __init__(self, node: Namespace, driver: Driver) -> None:
+    def __init__(self, node: Namespace, driver: Driver, families: tuple[str, ...] = FAMILIES) -> None:
         self._node = node
+        self._families = families
         self._driver = driver
         self._generation = 0
 
@@ -36,31 +37,33 @@ class Barrier:
         self._generation += 1
         port = _FIRST_PORT + self._generation % _PORTS
         endpoint = ("pod1", "pod2")[self._generation % 2]
-        for obj in _objects(port, endpoint):
+        for obj in _objects(port, endpoint, self._families):
             self._driver.apply(obj)
 
         def is_passed() -> bool:
             self._driver.check()
             return all(
                 dial(self._node, _ADDRESSES[family], port, timeout=_SILENCE).endpoint == endpoint
-                for family in FAMILIES
+                for family in self._families
             )
 
         if not wait_until(is_passed, DEADLINE):
             raise DriverError(f"the proxy did not take up a change within {DEADLINE:g} s")
 
 
-def _objects(port: int, endpoint: str) -> Iterator[Json]:
+def _objects(port: int, endpoint: str, families: tuple[str, ...]) -> Iterator[Json]:
+    addresses = [_ADDRESSES[family] for family in families]
     yield {
         "apiVersion": "v1", "kind": "Service",
         "metadata": {"name": "sentinel", "namespace": _NAMESPACE},
         "spec": {
-            "type": "ClusterIP", "clusterIP": _ADDRESSES["ipv4"], "clusterIPs": list(_ADDRESSES.values()),
-            "ipFamilies": ["IPv4", "IPv6"], "ipFamilyPolicy": "RequireDualStack",
+            "type": "ClusterIP", "clusterIP": addresses[0], "clusterIPs": addresses,
+            "ipFamilies": [family.replace("ip", "IP") for family in families],
+            "ipFamilyPolicy": "RequireDualStack" if len(families) > 1 else "SingleStack",
             "ports": [{"port": port, "protocol": "TCP", "targetPort": 8080}],
         },
     }  # fmt: skip
-    for family in FAMILIES:
+    for family in families:
         yield {
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
             "metadata": {

@@ -1,7 +1,7 @@
 """The expected results of attempts, and the comparison with the actual ones."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -32,9 +32,13 @@ _ANY_OF = {
 
 class Expectation:
     def __init__(
-        self, spec: str | Mapping[str, Any], family: str, remembered: Remembered, *, all_of: bool = True
-    ) -> None:
-        """*all_of*: each endpoint that may be reached must be."""
+        self, spec: str | Mapping[str, Any], family: str, remembered: Remembered, *, all_of: bool = True,
+        host_pods: Collection[str] = (), client: str = "",
+    ) -> None:  # fmt: skip
+        """*all_of*: each endpoint that may be reached must be. *host_pods*: pods that share the node's
+        namespace. If the *client* is one, the node refuses its datagrams with EPERM, and its address is as
+        good as the client's; an endpoint that is one sees clients as they are, as nothing leaves the node.
+        """
         self._spec: Mapping[str, Any] = {"outcome": spec} if isinstance(spec, str) else spec
         self._family = family
         self._remembered = remembered
@@ -43,6 +47,8 @@ class Expectation:
         self._wanted = set(expand([str(item) for item in self._spec.get("reaches", ())]))
         self._at_least: int = self._spec.get("at_least", len(self._wanted) if all_of else 1)
         self._all_of = all_of
+        self._host_pods = host_pods
+        self._is_of_node = client in host_pods
 
     @property
     def answers(self) -> bool:
@@ -86,6 +92,8 @@ class Expectation:
     def _problems(self, attempts: Attempts) -> Iterator[str]:
         outcomes = [outcome for _, outcome in attempts]
         allowed = _ANY_OF.get(self._outcome, {self._outcome})
+        if self._is_of_node and self._outcome == REFUSED:
+            allowed = {REFUSED, UNREACHABLE}
         if self._outcome != "anything" and any(outcome.kind not in allowed for outcome in outcomes):
             yield f"expected every attempt to be {self._outcome}"
         if self.answers:
@@ -137,10 +145,11 @@ class Expectation:
     def _source_problems(self, outcomes: Sequence[Outcome]) -> Iterator[str]:
         source = self._spec.get("source")
         for outcome in outcomes if source is not None else ():
+            from_node = is_node_address(outcome.seen_client, self._host_pods)
             if source == "preserved":
-                good = outcome.seen_client == outcome.own_client
+                good = outcome.seen_client == outcome.own_client or (self._is_of_node and from_node)
             elif source == "node":
-                good = is_node_address(outcome.seen_client)
+                good = from_node or outcome.endpoint in self._host_pods
             else:
                 good = outcome.seen_client == resolve(str(source), self._family)
             if not good:

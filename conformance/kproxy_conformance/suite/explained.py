@@ -1,6 +1,6 @@
 """What ``kproxy explain`` says of a packet, compared with what became of it. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kproxy_conformance.network.addresses import is_node_address, symbol_of
@@ -19,11 +19,13 @@ _MAY_BE: Mapping[str, frozenset[str]] = {
 }
 
 
-def contradictions(answer: Json, attempts: Attempts, *, of_all: bool) -> list[str]:
+def contradictions(
+    answer: Json, attempts: Attempts, *, of_all: bool, host_pods: Collection[str] = ()
+) -> list[str]:
     """Return how *attempts* contradict *answer*, which is about the sender of the first.
 
     *answer* is for one packet, as in ``kproxy explain -o json``. *of_all*: the attempts of all senders
-    reached every endpoint that they may reach.
+    reached every endpoint that they may reach. *host_pods*: pods that share the node's namespace.
     """
     kernel, sender = answer["kernel"], attempts[0][0]
     if not (kernel["outcome"] or kernel["objects"]):
@@ -34,16 +36,18 @@ def contradictions(answer: Json, attempts: Attempts, *, of_all: bool) -> list[st
     if kernel["verdict"] not in ("agrees", "deviates by design"):
         found.append(f"the kernel {kernel['verdict']}: {'; '.join(kernel['differences'])}")
     if kernel["outcome"]:
-        found += _of_side(answer, kernel, outcomes, of_all=of_all)
+        found += _of_side(answer, kernel, outcomes, of_all, host_pods)
     if kernel["verdict"] != "deviates by design":
-        found += _of_side(answer, answer, outcomes, of_all=of_all)
+        found += _of_side(answer, answer, outcomes, of_all, host_pods)
     remembered = (answer["affinity"] or {}).get("remembered")
     if remembered and own[-1].kind == REACHED and _symbol(remembered) != _end(own[-1]):
         found.append(f"the sender is pinned to {_symbol(remembered)}, and reached {_end(own[-1])}")
     return list(dict.fromkeys(found))
 
 
-def _of_side(answer: Json, side: Json, outcomes: Sequence[Outcome], *, of_all: bool) -> Iterator[str]:
+def _of_side(
+    answer: Json, side: Json, outcomes: Sequence[Outcome], of_all: bool, host_pods: Collection[str]
+) -> Iterator[str]:
     """Yield the contradictions to one *side* of an answer: the plan's or the kernel's."""
     kinds = {outcome.kind for outcome in outcomes}
     if not kinds <= _MAY_BE[side["outcome"]]:
@@ -60,7 +64,7 @@ def _of_side(answer: Json, side: Json, outcomes: Sequence[Outcome], *, of_all: b
     for outcome in reached:
         is_hidden = masqueraded[_end(outcome)]
         is_kept = outcome.seen_client == outcome.own_client
-        from_node = is_node_address(outcome.seen_client)
+        from_node = is_node_address(outcome.seen_client, host_pods)
         is_as_said = from_node if is_hidden else is_kept or (answer["origin"] == "node" and from_node)
         if not is_as_said:
             said = "masqueraded" if is_hidden else "not masqueraded"

@@ -1,7 +1,7 @@
 """Kubernetes objects from the entries of a scenario, which may be shorthands with symbols for addresses."""
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kproxy_conformance.network.addresses import FAMILIES, NODE, OTHER_NODE, expand, node_name_of, resolve
@@ -11,7 +11,7 @@ Key = tuple[str, str, str]
 """Kind, namespace and name."""
 
 
-def base_objects() -> list[Json]:
+def base_objects(families: Sequence[str] = FAMILIES) -> list[Json]:
     """Return the objects that exist in every scenario: the nodes and the service network."""
     nodes = [
         {
@@ -19,15 +19,15 @@ def base_objects() -> list[Json]:
             "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
             "spec": {"podCIDR": cidrs[0], "podCIDRs": cidrs},
             "status": {
-                "addresses": [{"type": "InternalIP", "address": resolve(symbol, f)} for f in FAMILIES]
+                "addresses": [{"type": "InternalIP", "address": resolve(symbol, f)} for f in families]
             },
         }
         for name, symbol, pods in ((NODE, "node", "local_pod_net"), (OTHER_NODE, "node2", "remote_pod_net"))
-        for cidrs in [[resolve(pods, f) for f in FAMILIES]]
+        for cidrs in [[resolve(pods, f) for f in families]]
     ]  # fmt: skip
     service_cidr = {
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "kubernetes"},
-        "spec": {"cidrs": [resolve("service_net", f) for f in FAMILIES]},
+        "spec": {"cidrs": [resolve("service_net", f) for f in families]},
     }  # fmt: skip
     return [*nodes, service_cidr]
 

@@ -37,6 +37,7 @@ RETIRED_WITHIN = 20.0
 GIVEN_UP = 66.0
 """Seconds that are added to these. The barrier and `open` give up attempts that take too long. IPVS expects
 the rest of a handshake for a minute, and a timer of a minute may be 5 s late at 100 Hz."""
+_UNANSWERED = "the relay worker has not answered yet"
 _AT_ONCE = 16
 """Concurrent attempts if none may be answered."""
 
@@ -97,7 +98,7 @@ class Player:
             conversation.close()
         for host in self._visited:
             self._topology[host].attempt("nft", "flush", "ruleset")
-        base = {objects.key_of(obj): obj for obj in objects.base_objects()}
+        base = {objects.key_of(obj): obj for obj in objects.base_objects(self._topology.families)}
         for key, obj in self.applied.items():
             if key in base:
                 self._driver.apply(base[key])
@@ -154,7 +155,9 @@ class Player:
         return self._topology[spec["from"]], resolve(spec["to"], self._family), spec["port"]
 
     def _probe(self, spec: Step, step: Step) -> None:
-        expectation = Expectation(step.get("expect", {}), self._family, self._remembered)
+        expectation = Expectation(
+            step.get("expect", {}), self._family, self._remembered, host_pods=self._topology.host_pods,
+            client=spec["from"])
         silent = SILENT / patience() if expectation.is_silence else SILENT
         timeout = spec.get("timeout", dialing.ATTEMPT_TIMEOUT if expectation.answers else silent)
         count = spec.get("count", expectation.default_count)
@@ -184,10 +187,23 @@ class Player:
         where = f"[{to}]:{port}" if ":" in to else f"{to}:{port}"
         sender = first.own_client or source or resolve(spec["from"], self._family)
         packet = {"to": f"{where}/{spec.get('proto', 'tcp')}", "from": sender}
-        for answer in self._driver.explained([packet]) or ():
-            if found := contradictions(answer, attempts, of_all=of_all):
-                text = yaml.safe_dump(answer, default_flow_style=None, width=100)
-                raise Failure(f"kproxy explain {sender} {packet['to']}: {'; '.join(found)}\n{text}")
+        problem = ""
+
+        def is_explained() -> bool:
+            nonlocal problem
+            problem = ""
+            for answer in self._driver.explained([packet]) or ():
+                if found := contradictions(
+                    answer, attempts, of_all=of_all, host_pods=self._topology.host_pods
+                ):
+                    text = yaml.safe_dump(answer, default_flow_style=None, width=100)
+                    problem = f"kproxy explain {sender} {packet['to']}: {'; '.join(found)}\n{text}"
+            # A relay may serve a moment before its answer to the order is read.
+            return _UNANSWERED not in problem
+
+        dialing.wait_until(is_explained, DEADLINE)
+        if problem:
+            raise Failure(problem)
 
     def _open(self, spec: Step, step: Step) -> None:
         def attempt() -> Attempts:

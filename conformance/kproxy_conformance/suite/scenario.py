@@ -1,6 +1,6 @@
 """Scenario files, as far as they say where they apply."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from kproxy_conformance.network.addresses import FAMILIES
+from kproxy_conformance.network.addresses import FAMILIES, LOCAL
+from kproxy_conformance.network.wiring import Reach, Wiring
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 """The scenarios that every proxy is played."""
@@ -20,7 +21,8 @@ Step = Mapping[str, Any]
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C reads all scenarios in 20 ms, the other in 230."""
-_KEYS = {"description", "objects", "steps", "config", "modes", "families", "drivers", "oracle"}
+_LOCAL_PODS = set(LOCAL) - {"node"}
+_KEYS = {"description", "objects", "steps", "config", "modes", "families", "drivers", "oracle", "devices"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Scenario:
     """Empty: every driver."""
     oracle_differs: str = ""
     """Why kube-proxy is known to fail it."""
+    devices: tuple[str, ...] = ()
+    """Devices of the node that it names: wirings without them cannot play it."""
 
     @property
     def process_need(self) -> str:
@@ -66,6 +70,40 @@ class Scenario:
         if self.oracle_differs and driver == "kube-proxy":
             return f"kube-proxy differs: {self.oracle_differs}"
         return ""
+
+    @property
+    def _reached(self) -> frozenset[Reach]:
+        endpoints = {*_endpoints(self.objects), *_endpoints(self.steps)}
+        return frozenset(_reached(self.steps, endpoints))
+
+    def unplayable_in(self, wiring: Wiring, mode: str, family: str) -> str:
+        """Return why the scenario cannot be played in *wiring*; "" if it can."""
+        if missing := sorted(set(self.devices) - wiring.devices):
+            return f"wiring {wiring.name} has no device {', '.join(missing)}"
+        return wiring.lacking(self.name, mode, family, self._reached)
+
+
+def _reached(steps: Sequence[Step], endpoints: Iterable[str]) -> Iterator[Reach]:
+    """Yield what pods of the node reach in *steps*: any of *endpoints* where a step does not say."""
+    for step in steps:
+        if "repeat" in step:
+            yield from _reached(step["repeat"]["steps"], endpoints)
+        expect = step.get("expect", {"reaches": endpoints})
+        ends = expect.get("reaches", endpoints) if isinstance(expect, Mapping) else ()
+        pods = _LOCAL_PODS & {str(end).partition(":")[0] for end in ends}
+        for spec in (step[action] for action in ("probe", "open", "traffic") if action in step):
+            if spec["from"] in pods:
+                yield "itself"
+            if spec["from"] in _LOCAL_PODS and pods - {spec["from"]}:
+                yield "neighbour"
+
+
+def _endpoints(entries: Iterable[Step]) -> Iterator[str]:
+    """Yield the symbols of all endpoints in *entries*: objects, or steps that apply some."""
+    for entry in entries:
+        yield from _endpoints(entry.get("apply", ()))
+        for endpoint in entry.get("slice", {}).get("endpoints", ()):
+            yield endpoint if isinstance(endpoint, str) else endpoint["at"]
 
 
 def _process_need(steps: Iterable[Step]) -> str:
@@ -97,6 +135,7 @@ def read(path: Path) -> Scenario:
         path.stem, description, tuple(body.get("objects") or ()), tuple(body.get("steps") or ()),
         body.get("config"), tuple(body.get("modes") or ()), tuple(body.get("families") or FAMILIES),
         tuple(body.get("drivers") or ()), (body.get("oracle") or {}).get("differs", ""),
+        tuple(body.get("devices") or ()),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from kproxy_conformance.network.namespaces import CommandFailed
 from kproxy_conformance.network.patience import patience
 from kproxy_conformance.network.servers import EchoServers
 from kproxy_conformance.network.topology import Topology
+from kproxy_conformance.network.wiring import DEFAULT, Wiring
 from kproxy_conformance.suite.barrier import Barrier
 from kproxy_conformance.suite.evidence import Capture, state
 from kproxy_conformance.suite.limit import Overdue, limit
@@ -38,6 +39,7 @@ class Result:
     announced: str = ""
     """After a failure, the caveats that the backend announces, if it is in this process."""
     seconds: float = 0.0
+    wiring: str = DEFAULT
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,14 +50,15 @@ class Stage:
 
     def __init__(
         self, make_driver: Callable[[Topology, Path], Driver], directory: Path,
-        cgroup: NodeCgroup | None = None,
+        cgroup: NodeCgroup | None = None, wiring: Wiring | None = None,
     ) -> None:  # fmt: skip
         """*directory* is for logs, and evidence of failures. *cgroup* is for the sockets of the node and its
-        pods, if the mode works at sockets; it belongs to the caller."""
+        pods, if the mode works at sockets; it belongs to the caller. Raises MissingRight if the machine does
+        not allow *wiring*."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self.topology = Topology(cgroup)
+            self.topology = Topology(cgroup, wiring=wiring)
             stack.callback(self.topology.close)
             self._servers = EchoServers(self.topology)
             stack.callback(self._servers.close)
@@ -63,7 +66,7 @@ class Stage:
             stack.callback(self._capture.close)
             self.driver = make_driver(self.topology, directory)
             stack.callback(self.driver.close)
-            self.barrier = Barrier(self.topology["node"], self.driver)
+            self.barrier = Barrier(self.topology["node"], self.driver, self.topology.families)
             self.close = stack.pop_all().close
 
     def __enter__(self) -> Self:
@@ -77,8 +80,10 @@ class Stage:
 
         *is_excusable*: skip it if the backend announces a caveat about its objects.
         """
-        if reason := scenario.unsuitable_for(mode, family, self.driver.name):
-            return Result(scenario.name, mode, family, SKIPPED, reason)
+        wiring = self.topology.wiring
+        if reason := (scenario.unsuitable_for(mode, family, self.driver.name)
+                      or scenario.unplayable_in(wiring, mode, family)):
+            return Result(scenario.name, mode, family, SKIPPED, reason, wiring=wiring.name)
         # Programs read /proc/net, which shows the namespace of the process's first thread.
         with self.topology["node"].joined():
             return self._play(scenario, mode, family, is_excusable)
@@ -117,7 +122,8 @@ class Stage:
         if status == FAILED:
             self.driver.discard()
         seconds = round(time.monotonic() - began, 2)
-        return Result(scenario.name, mode, family, status, detail, announced, seconds)
+        wiring = self.topology.wiring.name
+        return Result(scenario.name, mode, family, status, detail, announced, seconds, wiring)
 
     def _overdue(self, error: Overdue) -> str:
         return "\n".join([str(error), *([f"proxy:\n{stacks}"] if (stacks := self.driver.stacks()) else [])])
@@ -139,6 +145,7 @@ class Stage:
         return "\n".join(
             [
                 f"{player.scenario.name} in mode {mode}, {family}: {player.scenario.description}",
+                f"wiring: {self.topology.wiring.name}",
                 f"step:\n{_indented(player.step_text)}",
                 f"problem: {problem}",
                 f"rules, connections and counters: {state_path}",
