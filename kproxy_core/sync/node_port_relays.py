@@ -159,6 +159,8 @@ class NodePortRelays:
         self._protocols: dict[Family, tuple[Protocol, ...]] = {}
         """Those that the backend wants relayed, by family."""
         self._relays: dict[Family, dict[ServicePortKey, Serve]] = {family: {} for family in Family}
+        self._opening: set[int] = set()
+        """Relays of which the worker process has not said yet that they listen, by number."""
         self._failing: dict[int, str] = {}
         """Relays that do not listen, by number, with the reason."""
         self._outage = ""
@@ -231,7 +233,7 @@ class NodePortRelays:
         for family in [each for each, protocols in list(self._protocols.items()) if protocols]:
             labels = {"ip_family": family.label}
             numbers = {serve.relay for serve in list(self._relays[family].values())}
-            listening = 0 if self._outage else len(numbers - self._failing.keys())
+            listening = 0 if self._outage else len(numbers - self._failing.keys() - self._opening)
             found += [
                 Measurement(f"{_PREFIX}listeners", "Node ports that are relayed on loopback", "gauge",
                             listening, labels),
@@ -256,9 +258,7 @@ class NodePortRelays:
         From any thread.
         """
         serve = self._relays[family].get(key)
-        if serve is None or not (self._outage or serve.relay in self._failing):
-            return ""
-        return self._problem(family, key, serve)
+        return self._problem(family, key, serve) if serve is not None else ""
 
     def reset_connections(self, family: Family, is_removed: IsRemoved) -> int:
         """Reset relayed connections to removed endpoints. Return their number. From any thread."""
@@ -287,8 +287,11 @@ class NodePortRelays:
                 want = order_for(plan, held.relay if held is not None and is_same else next(self._numbers))
             if held is not None and (want is None or want.relay != held.relay):
                 closed[held.relay] = None
+                self._opening.discard(held.relay)
             if want is not None:
                 relays[key] = opened[want.relay] = want  # The pool knows which worker has it already.
+                if held is None or want.relay != held.relay:
+                    self._opening.add(want.relay)
         if closed or opened:
             self._order({**closed, **opened})
         if closed:
@@ -319,6 +322,7 @@ class NodePortRelays:
             log.error("no node port is relayed on loopback", extra={"fields": {"problem": problem}})
         had_outage, self._outage = bool(self._outage), problem
         self._is_late = False
+        self._opening.difference_update(orders)
         before = {number: self._failing.pop(number, "") for number in (*orders, *failures)}
         for family, relays in self._relays.items():
             for key, serve in relays.items() if failures else ():
@@ -341,8 +345,11 @@ class NodePortRelays:
         log.error("node port is not relayed on loopback", extra={"fields": {"problem": problem}})
 
     def _problem(self, family: Family, key: ServicePortKey, serve: Serve) -> str:
-        where = format_socket(family.loopback, serve.port)
-        return f"{key} is not served on {where}: {self._outage or self._failing.get(serve.relay, '')}"
+        """Return why a relay does not listen; "" if it does."""
+        why = self._outage or self._failing.get(serve.relay, "")
+        if not why and serve.relay in self._opening:
+            why = "the relay worker has not answered yet"
+        return f"{key} is not served on {format_socket(family.loopback, serve.port)}: {why}" if why else ""
 
     def _show_problems(self) -> None:
         for family, relays in self._relays.items():

@@ -13,6 +13,8 @@ import pytest
 
 from kproxy_conformance.drivers.backend import BackendDriver
 from kproxy_conformance.network.addresses import FAMILIES, SERVERS, resolve
+from kproxy_conformance.network.dialing import REACHED, Outcome, wait_until
+from kproxy_conformance.suite.barrier import DEADLINE
 from kproxy_core.linux import sysctl
 from kproxy_core.linux.tracing import Match, open_table, trace_events
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
@@ -99,9 +101,14 @@ class ExplainedPlay(Play):
         return Fate(outcomes.get(kernel["outcome"], "dropped"), frozenset(found),
                     masqueraded=any(e["masqueraded"] for e in others))  # fmt: skip
 
-    def dialled(self, attempt: Attempt) -> bool:
-        """Return whether one connection of *attempt* reaches an endpoint."""
-        return self._try(attempt, 1.0).kind == "reached"
+    def settled(self, attempt: Attempt) -> dict[str, Any]:
+        """Return the answer for *attempt* once no relay is about to listen."""
+        wait_until(lambda: "not answered yet" not in str(self.explained(attempt)), DEADLINE)
+        return self.explained(attempt)
+
+    def dialled(self, attempt: Attempt) -> Outcome:
+        """Return what becomes of one connection of *attempt*."""
+        return self._try(attempt, 1.0)
 
     def show_bridged_packets(self, shown: bool) -> None:
         """Set whether iptables sees packets on ports of the node's bridges."""
@@ -262,11 +269,11 @@ def test_node_ports_on_loopback_are_explained(
             for protocol in ("TCP", "UDP"):
                 attempt = Attempt("node", "node port", address, 30080, LOOPBACK_PORTS["service"],
                                   protocol.lower(), protocol)  # fmt: skip
-                answer = play.explained(attempt)
+                answer = play.settled(attempt)
                 kernel, outcome = answer["kernel"], answer["outcome"]
-                reached = play.dialled(attempt)
+                found = play.dialled(attempt).kind
                 assert outcome == kernel["outcome"], answer
-                assert (outcome == "forwarded") is reached, (str(attempt), answer)
+                assert (outcome == "forwarded") is (found == REACHED), (found, str(attempt), answer)
                 assert kernel["verdict"] == "agrees" or mode == "userspace", answer
 
 

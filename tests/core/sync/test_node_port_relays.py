@@ -275,6 +275,8 @@ def test_a_process_that_hangs_does_not_keep_the_proxy(rig: Rig, hasty: None) -> 
         os.kill(pid, signal.SIGSTOP)
         of = web(a, node_port=30081)
         rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
+        problem = "default/web is not served on 127.0.0.1:30081: the relay worker has not answered yet"
+        assert (rig.relays.problem(NODE.family, *of), rig.metrics()["listeners"]) == (problem, 0)
         rig.relays.close()
         assert children(os.getpid()) == before
 
