@@ -44,7 +44,6 @@ from kproxy_core.nft.rules import (
     Attributes,
     DataType,
     Expression,
-    HeldRule,
     Verdict,
     parse_verdict,
     types_of_number,
@@ -154,13 +153,29 @@ class HeldSet(NamedTuple):
         return True
 
 
+Step = Expression | xt.Target | Verdict
+"""An expression that the kernel lists, or a target or a verdict in iptables' text."""
+
+
+class Rule(Protocol):
+    @property
+    def handle(self) -> int: ...
+
+    @property
+    def tests(self) -> Sequence[xt.Test]:
+        """Matches in iptables' text, all before the expressions."""
+
+    @property
+    def expressions(self) -> Sequence[Step]: ...
+
+
 class Ruleset(Protocol):
-    """The chains, rules and sets that the kernel lists. All raise OSError."""
+    """The chains, rules and sets that the kernel lists, or that a program prints. All raise OSError."""
 
     def base_chains(self) -> Sequence[BaseChain]:
         """Return the chains at hooks that are in effect, in the order in which the kernel lists them."""
 
-    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]: ...
+    def rules(self, family: str, table: str, chain: str) -> Sequence[Rule]: ...
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None: ...
 
@@ -308,20 +323,46 @@ class _NotKnown(Exception):
 
 
 def run(
-    ruleset: Ruleset, node: Node, base: BaseChain, place: Place, expressions: Sequence[Expression],
-    branch: Branch,
-) -> Iterator[tuple[Verdict, Ran]]:
-    """Yield the verdicts of a rule for a packet: one, or several that depend on what is not known."""
-    open_: list[tuple[int, _Run]] = [(0, _Run(ruleset, node, base, place, branch.seen, branch.chance))]
+    ruleset: Ruleset, node: Node, base: BaseChain, place: Place, rule: Rule, branch: Branch,
+) -> Sequence[tuple[Verdict, Ran]]:
+    """Return the verdicts of a rule for a packet: one, or several that depend on what is not known."""
+    missed: list[tuple[Verdict, Ran]] = []
+    chance = branch.chance
+    sight = Sight(branch.seen, base.hook, node)
+    for test in rule.tests:
+        answer = test(sight)
+        if answer is True:
+            continue
+        if answer is False:
+            other = branch if chance is branch.chance else branch._replace(chance=chance)
+            return [*missed, (_NO_MATCH, Ran(other, False, None))]
+        chance, others = _divided(chance, answer, place)
+        missed.append((_NO_MATCH, Ran(branch._replace(chance=others), False, None)))
+    first = rule.expressions[0] if rule.expressions else _CONTINUE
+    if isinstance(first, Verdict):
+        met = (*branch.met, Met(place, True))
+        return [(first, Ran(Branch(branch.seen, chance, met), False, None)), *missed]
+    found: list[tuple[Verdict, Ran]] = []
+    open_: list[tuple[int, _Run]] = [(0, _Run(ruleset, node, base, place, branch.seen, chance))]
     while open_:
         at, run = open_.pop()
-        while run.verdict.code == NFT_CONTINUE and at < len(expressions):
-            others = run.step(expressions[at])
+        while run.verdict.code == NFT_CONTINUE and at < len(rule.expressions):
+            runs = run.step(rule.expressions[at])
             at += 1
-            open_ += [(at, other) for other in reversed(others)]
+            if runs:
+                open_ += [(at, other) for other in reversed(runs)]
         met = branch.met if run.verdict.code == NFT_BREAK and not run.misses else (
             *branch.met, Met(place, True, run.looked))
-        yield run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)
+        found.append((run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)))
+    return found + missed
+
+
+def _divided(chance: Chance, answer: Depends | Share, place: Place) -> tuple[Chance, Chance]:
+    """Return when a packet matches, and when it does not."""
+    if isinstance(answer, Depends):
+        return chance.given(answer.why, place, matched=True), chance.given(answer.why, place, matched=False)
+    why = f"{answer.why} {place.text}"
+    return chance.times(answer.yes, why), chance.times(1 - answer.yes, why, matched=False)
 
 
 class _Run:
@@ -360,8 +401,20 @@ class _Run:
         other._words = dict(self._words)
         return other
 
-    def step(self, expression: Expression) -> Sequence["_Run"]:
-        """Execute an expression. Return the other runs that are possible from here on."""
+    def step(self, step: Step) -> Sequence["_Run"]:
+        """Execute a step of the rule. Return the other runs that are possible from here on."""
+        try:
+            if isinstance(step, xt.Target):
+                return self._apply(step.act(self._sight))
+            if isinstance(step, Expression):
+                return self._execute(step)
+            self.verdict = step
+            return ()
+        except xt.Unreadable as problem:
+            return self._strange(str(problem)) if str(problem).startswith("target") else self._decide(
+                Depends(str(problem)))
+
+    def _execute(self, expression: Expression) -> Sequence["_Run"]:
         step = _STEPS.get(expression.name)
         try:
             if step is not None:
@@ -370,9 +423,6 @@ class _Run:
         except _NotKnown as problem:
             self._words.clear()
             return self._decide(Depends(str(problem)))
-        except xt.Unreadable as problem:
-            return self._strange(str(problem)) if str(problem).startswith("target") else self._decide(
-                Depends(str(problem)))
         except (KeyError, ValueError, IndexError, Malformed):  # Attributes of a newer kernel.
             return self._strange(expression.name)
 
@@ -396,17 +446,11 @@ class _Run:
         if answer is False:
             self.verdict = Verdict(NFT_BREAK)
             return ()
+        if isinstance(answer, Share) and not 0 < answer.yes < 1:
+            return self._decide(answer.yes >= 1)
         other = self._copy()
         other.verdict = Verdict(NFT_BREAK)
-        if isinstance(answer, Share):
-            if not 0 < answer.yes < 1:
-                return self._decide(answer.yes >= 1)
-            why = f"{answer.why} {self._where}"
-            self.chance = self.chance.times(answer.yes, why)
-            other.chance = other.chance.times(1 - answer.yes, why, matched=False)
-        else:
-            self.chance = self.chance.given(answer.why, self._place, matched=True)
-            other.chance = other.chance.given(answer.why, self._place, matched=False)
+        self.chance, other.chance = _divided(self.chance, answer, self._place)
         return [other]
 
     @property
@@ -852,7 +896,10 @@ class _Run:
         return self._decide(xt.match(name, _u32(found.get(2, b"")), found.get(3, b""), self._sight))
 
     def _target(self, found: Attributes) -> Sequence["_Run"]:
-        effect = xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight)
+        return self._apply(
+            xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight))
+
+    def _apply(self, effect: xt.Effect) -> Sequence["_Run"]:
         self.seen, self.rejects = effect.seen, effect.rejects
         if effect.translation is not None:
             return self._translate(effect.translation)
@@ -860,6 +907,8 @@ class _Run:
         return ()
 
 
+_CONTINUE: Final = Verdict(NFT_CONTINUE)
+_NO_MATCH: Final = Verdict(NFT_BREAK)
 _UNWRITTEN: Final[Bytes] = ("an unwritten register",) * 4
 _MOST_NUMBERS = 4096
 """Numbers at random, each of which is followed."""

@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Looked, Met, Ran, Ruleset, run
+from kproxy_core.nft.expressions import (
+    CERTAIN,
+    HOOKS,
+    BaseChain,
+    Branch,
+    Looked,
+    Met,
+    Ran,
+    Rule,
+    Ruleset,
+    run,
+)
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -49,6 +60,8 @@ from kproxy_core.nft.xt import STOLEN, UNKNOWN
 
 class Fate(enum.Enum):
     """The end of a packet's way."""
+
+    __hash__ = object.__hash__  # Enum's is a Python function.
 
     DELIVERED = "delivered"
     """To this node's sockets."""
@@ -155,14 +168,22 @@ class Way:
         return tuple(self._ends.values())
 
     def run(self, first: Branch) -> None:
+        self.follow(self.enter(first))
+
+    def enter(self, first: Branch) -> list[Branch]:
+        """Return the packets that pass the first hook, which may translate the destination."""
         if not first.seen.is_from_node:
-            arrived = [first._replace(seen=first.seen._replace(output=NO_INTERFACE))]
-            self._received(self.hook("prerouting", arrived))
-            return
+            return self.hook("prerouting", [first._replace(seen=first.seen._replace(output=NO_INTERFACE))])
         routed = [_leaving(branch) for branch in self._routed([first])]
-        leaving = [_leaving(branch) for branch in self.hook("output", routed)]
+        return [_leaving(branch) for branch in self.hook("output", routed)]
+
+    def follow(self, branches: Sequence[Branch]) -> None:
+        """Follow packets that have passed the first hook to their ends."""
+        if not branches or not branches[0].seen.is_from_node:
+            self._received(branches)
+            return
         looped = []
-        for branch in self.hook("postrouting", leaving):
+        for branch in self.hook("postrouting", branches):
             output = branch.seen.output
             to_itself, sent = _either_way(branch) if output is None else (branch, branch)
             if output is None or output == LOOPBACK:
@@ -283,7 +304,9 @@ class Way:
                 current = self._through(chain, current) if self._follows(chain) else self._as_served(current)
         finished += [each for each in current if not _may_be_translated(each.seen, bit)]
         rest = self._as_served([each for each in current if _may_be_translated(each.seen, bit)])
-        passed = [branch._replace(seen=_decided(branch.seen, bit)) for branch in (*finished, *rest)]
+        passed = [
+            branch if (seen := _decided(branch.seen, bit)) is branch.seen else branch._replace(seen=seen)
+            for branch in (*finished, *rest)]
         if hook != "output":
             return passed
         changed = [each for each in passed if _has_other_destination(each.seen)]
@@ -311,28 +334,34 @@ class Way:
         """Return the packets that leave a chain at its end or by "return", and add those *accepted*."""
         current = list(branches)
         behind: list[Branch] = []
-        for number, rule in enumerate(self.ruleset.rules(base.family, base.table, name), 1):
+        for place, rule in self.rules(base, name, branches):
             if not current:
                 break
-            place = Place(base.family, base.table, name, number, rule.handle)
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}
             for branch in current:
                 self._met += 1
                 if self._met > _MOST_RULES:
                     return self._give_up(base, branch)
-                for verdict, ran in run(self.ruleset, self.node, base, place, rule.expressions, branch):
+                for verdict, ran in run(self.ruleset, self.node, base, place, rule, branch):
                     self._apply(base, place, verdict, ran, onwards, behind, accepted, leads)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
                     fallen = self._as_served(found) if base.type == "nat" else found
-                    accepted += [each for each in fallen if _is_translated(each.seen)]
-                    fallen = [each for each in fallen if not _is_translated(each.seen)]
+                    accepted += [each for each in fallen if is_translated(each.seen)]
+                    fallen = [each for each in fallen if not is_translated(each.seen)]
                 else:
                     fallen = self._chain(base, verdict.chain, _joined(found), accepted)
                 (onwards if verdict.code == NFT_JUMP else behind).extend(fallen)
-            current = _joined(onwards)
+            current = onwards if len(onwards) < 2 else _joined(onwards)
         return _joined([*behind, *current])
+
+    def rules(
+        self, base: BaseChain, name: str, branches: Sequence[Branch]
+    ) -> Iterable[tuple[Place, Rule]]:
+        """Yield the rules of a chain, at least those that match one of *branches*."""
+        for number, rule in enumerate(self.ruleset.rules(base.family, base.table, name), 1):
+            yield Place(base.family, base.table, name, number, rule.handle), rule
 
     def _give_up(self, base: BaseChain, branch: Branch) -> list[Branch]:
         """End the way of packets that meet too many rules."""
@@ -427,8 +456,9 @@ def _may_be_translated(seen: Seen, bit: Status) -> bool:
     return seen.connection is not None and not seen.connection.status & bit
 
 
-def _is_translated(seen: Seen) -> bool:
-    return seen.connection is not None and bool(seen.connection.status & Status.DST_NAT)
+def is_translated(seen: Seen, which: Status = Status.DST_NAT) -> bool:
+    """Return whether the destination has been changed, or with SRC_NAT the source."""
+    return seen.connection is not None and bool(seen.connection.status & which)
 
 
 def _decided(seen: Seen, bit: Status) -> Seen:
@@ -441,6 +471,8 @@ def _decided(seen: Seen, bit: Status) -> Seen:
         flow = flow._replace(destination=reply.source, port=reply.source_port)
     if bit is Status.SRC_NAT_DONE and connection.status & Status.SRC_NAT:
         flow = flow._replace(source=reply.destination, source_port=reply.port)
+    if flow == seen.packet.flow and connection.status & bit:
+        return seen
     packet = seen.packet if flow == seen.packet.flow else seen.packet.with_flow(flow)
     return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
 

@@ -6,6 +6,7 @@ linux/rtnetlink.h.
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Family
@@ -79,10 +80,7 @@ class Packet(NamedTuple):
 
     @property
     def flow(self) -> Flow:
-        size, at = self.family.size, self.addresses_at
-        return Flow(
-            _address(self.network[at : at + size]), _address(self.network[at + size : at + 2 * size]),
-            _number(self.transport[:2]), _number(self.transport[2:4]))
+        return _flow(self)
 
     @property
     def addresses_at(self) -> int:
@@ -118,6 +116,14 @@ class Packet(NamedTuple):
         return self._replace(network=changed) if base == 1 else self._replace(transport=changed)
 
 
+@lru_cache(maxsize=1024)
+def _flow(packet: Packet) -> Flow:
+    size, at = packet.family.size, packet.addresses_at
+    return Flow(
+        _address(packet.network[at : at + size]), _address(packet.network[at + size : at + 2 * size]),
+        _number(packet.transport[:2]), _number(packet.transport[2:4]))
+
+
 _BEHIND = {0: "link-layer header", 3: "inner header", 4: "tunnel header"}
 
 
@@ -149,6 +155,8 @@ def known_bytes(value: Bytes) -> bytes | None:
 
 class Tracking(enum.Enum):
     """What connection tracking knows of a packet."""
+
+    __hash__ = object.__hash__  # Enum's is a Python function.
 
     NOT_YET = "not yet"
     TEMPLATE = "template"
@@ -225,15 +233,6 @@ class Route(NamedTuple):
     """None: not known."""
 
 
-class Node(NamedTuple):
-    """What is known of the node whose rules a packet meets."""
-
-    route: Callable[[Address, Number], Route | None]
-    """Returns the route to an address for packets with a mark; None: not known."""
-    addresses: Callable[[Interface, Family], Sequence[Address]] = lambda interface, family: ()
-    """Returns the addresses of an interface, the one first that it translates to; (): not known."""
-
-
 class Depends(NamedTuple):
     """Neither yes nor no."""
 
@@ -249,6 +248,23 @@ class Share(NamedTuple):
 
 
 Answer = bool | Depends | Share
+
+
+class Node(NamedTuple):
+    """What is known of the node whose rules a packet meets."""
+
+    route: Callable[[Address, Number], Route | None]
+    """Returns the route to an address for packets with a mark; None: not known."""
+    addresses: Callable[[Interface, Family], Sequence[Address]] = lambda interface, family: ()
+    """Returns the addresses of an interface, the one first that it translates to; (): not known."""
+    in_ipset: Callable[[str, Sequence[str], Packet], int | Depends | None] = (
+        lambda name, sides, packet: Depends("match set"))
+    """Returns the mark of the packet's entry in an ipset, 0 without marks; None without an entry."""
+    is_recent: Callable[[str, Address | None], bool | Depends] = (
+        lambda name, source: Depends("match recent"))
+    """Returns whether a list of match ``recent`` holds an address."""
+    is_bridged: Callable[[Address | None], bool | Depends] = lambda source: Depends("match physdev")
+    """Returns whether packets of a sender are on a bridge's port when they meet the rules."""
 
 
 # Translation.
@@ -273,8 +289,10 @@ _OFFSET, _NETMAP = 32, 64
 _MOST_ADDRESSES = 256
 
 
-def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple[Seen, float]]:
-    """Return the packet after *translation*, each with its share of connections."""
+def translated(
+    seen: Seen, translation: Translation, place: Place | None
+) -> list[tuple[Seen, float]]:
+    """Return the packet after *translation* by a rule, each with its share of connections."""
     connection = seen.connection
     if connection is None:
         return [(seen, 1.0)]
@@ -287,7 +305,8 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
     for choice in choices:
         new = _new_port(translation, port)
         changed = _with_end(flow, choice, new, is_source=translation.is_source)
-        on_the_wire = _with_end(written, choice, new, is_source=translation.is_source)
+        on_the_wire = changed if written == flow else _with_end(
+            written, choice, new, is_source=translation.is_source)
         status = connection.status | done(is_source=translation.is_source)
         if changed != flow:
             status |= Status.SRC_NAT if translation.is_source else Status.DST_NAT
@@ -302,8 +321,8 @@ def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple
 
 def _with_end(flow: Flow, address: Address | None, port: int | None, *, is_source: bool) -> Flow:
     if is_source:
-        return flow._replace(source=address, source_port=port)
-    return flow._replace(destination=address, port=port)
+        return Flow(address, flow.destination, port, flow.port)
+    return Flow(flow.source, address, flow.source_port, port)
 
 
 def done(*, is_source: bool) -> Status:
@@ -324,6 +343,8 @@ def _addresses(translation: Translation, old: Address | None) -> list[Address | 
         return [Address(bytes(
             one & ~(one ^ other) & 0xFF | kept & (one ^ other)
             for one, other, kept in zip(first, last, old, strict=True)))]
+    if first == last:
+        return [first]
     low, high = int.from_bytes(first, "big"), int.from_bytes(last, "big")
     if not 0 <= high - low < _MOST_ADDRESSES:
         return [None]

@@ -105,6 +105,11 @@ class HeldRule(NamedTuple):
     notes: bytes
     """User data, such as nft's comment."""
 
+    @property
+    def tests(self) -> tuple[()]:
+        """Return no matches: those of iptables are expressions, too."""
+        return ()
+
     def equals(self, rule: Rule) -> bool:
         """Return whether it is *rule*, expression by expression, and without a comment."""
         wanted = rule_expressions(rule)

@@ -23,6 +23,7 @@ from kproxy_core.nft.expressions import (
     BaseChain,
     Elements,
     HeldSet,
+    Rule,
     Ruleset,
     parse_base_chain,
     parse_held_set,
@@ -209,7 +210,7 @@ class TableRuleset:
     def base_chains(self) -> list[BaseChain]:
         return [each for each in self._ruleset.base_chains() if each.table == self._table]
 
-    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
+    def rules(self, family: str, table: str, chain: str) -> Sequence[Rule]:
         return self._ruleset.rules(family, table, chain)
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
