@@ -5,16 +5,16 @@ VENV := .venv
 READY := $(VENV)/.ready
 # Programs of the system are not in every user's path.
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
-CHECKED := kproxy_core plugins bpf conformance tests examples deploy/manual.py
+CHECKED := kproxy_core plugins bpf conformance tests examples $(wildcard deploy/*.py)
 
-.PHONY: env deb man demo check test gate lint surface faults guest bench soak cluster dist requirements sbom audit clean packages
+.PHONY: env deb man changelog demo check test gate lint surface faults guest bench soak cluster dist chart release requirements sbom audit clean packages
 
 env: packages $(READY)
 
 packages:
 	@$(MISSING) env $(PYTHON)
 
-$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv kproxy_core/__init__.py | packages
+$(READY): setup.cfg pyproject.toml conformance/pyproject.toml Makefile tests/venv setup.py conformance/setup.py | packages
 	@tests/venv $(VENV) $(PYTHON)
 	@touch $@
 
@@ -60,6 +60,10 @@ guest:
 man: env
 	@$(VENV)/bin/python -m deploy.manual
 
+# What the next release says, from changelog.d and the section "Unreleased" of CHANGELOG.md.
+changelog:
+	@$(PYTHON) -m deploy.changelog
+
 # dist/kproxy_VERSION_ARCHITECTURE.deb.
 deb: env
 	@$(MISSING) deb
@@ -75,16 +79,15 @@ MINUTES ?= 20
 soak: env
 	@$(VENV)/bin/python -B -m tests.soak --minutes $(MINUTES) $(ARGS)
 
-# The sdist and the wheel, and the wheel of the kit. The bytes follow from the commit and the versions of setuptools.
-BUILD = $(VENV)/bin/python -c 'import sys; from setuptools import build_meta; \
-    getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2])'
+# The sdist and the wheel, and the wheel of the kit; the chart.
+dist chart: env
+	@$(VENV)/bin/python -m deploy.artefacts $@
 
-dist: env
-	@mkdir -p build
-	@{ umask 022 && $(BUILD) sdist dist && $(BUILD) wheel dist && cd conformance && \
-	    SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) ../$(BUILD) wheel ../dist && rm -r build; \
-	} >build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
-	@ls dist/kproxy*.whl dist/kproxy*.tar.gz
+# All files of a release, signed, in dist/kproxy-VERSION, and what to do then: docs/development.md.
+# `make release VERSION=1.0.0 KEY=~/.ssh/id_release`; SINCE=REV is the release before if it has no tag.
+release: env
+	@$(MISSING) deb
+	@$(VENV)/bin/python -m deploy.release '$(VERSION)' --key=$(KEY) --since=$(SINCE) --images=$(IMAGES)
 
 # Kubernetes' own specs, in a cluster of three nodes on this machine: tests/cluster/README.md.
 cluster: env
@@ -96,7 +99,7 @@ SUPPLY := .supply
 
 $(SUPPLY)/.ready: Makefile
 	@$(PYTHON) -m venv --clear $(SUPPLY)
-	@$(SUPPLY)/bin/python -m pip install -qq --disable-pip-version-check uv cyclonedx-bom pip-audit
+	@$(SUPPLY)/bin/python -m pip install -qq --disable-pip-version-check uv pip-audit
 	@touch $@
 
 requirements: $(SUPPLY)/.ready
@@ -104,9 +107,9 @@ requirements: $(SUPPLY)/.ready
 	    --python-platform linux --no-emit-index-url --custom-compile-command 'make requirements' \
 	    --output-file deploy/requirements.txt
 
-sbom: $(SUPPLY)/.ready
+sbom:
 	@mkdir -p build
-	$(SUPPLY)/bin/cyclonedx-py requirements --output-reproducible --output-file build/sbom.json deploy/requirements.txt
+	@$(PYTHON) -m deploy.evidence > build/sbom.json
 
 audit: $(SUPPLY)/.ready
 	$(SUPPLY)/bin/pip-audit --require-hashes --disable-pip --requirement deploy/requirements.txt

@@ -1,6 +1,6 @@
-"""Makes builds reproducible, and records the commit in what is built from a checkout.
+"""Makes builds reproducible, and records the version and the commit in what is built from a checkout.
 
-Metadata is in pyproject.toml, the list of packages in setup.cfg.
+Other metadata is in pyproject.toml, the list of packages in setup.cfg. The kit's setup.py uses this one.
 """
 
 import gzip
@@ -24,22 +24,26 @@ except ImportError:  # before setuptools 70.1
     except ImportError:  # not asked for a wheel yet
         bdist_wheel = None
 
+HERE = Path(__file__).resolve().parent
+RELEASE = runpy.run_path(str(HERE / "kproxy_core/config/release.py"))
+VERSION = RELEASE["version_to_build"]()
+
 
 def time_of_sources() -> int:
     """Return the seconds since the epoch at the commit; in an unpacked sdist too, else now."""
-    if Path(".git").exists() and shutil.which("git"):
-        git = ["git", "--git-dir=.git", "log", "-1", "--format=%ct"]
+    if (HERE / ".git").exists() and shutil.which("git"):
+        git = ["git", f"--git-dir={HERE / '.git'}", "log", "-1", "--format=%ct"]
         done = subprocess.run(git, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return int(done.stdout)
-    return int(Path("PKG-INFO").stat().st_mtime if Path("PKG-INFO").exists() else time.time())
+    metadata = HERE / "PKG-INFO"
+    return int(metadata.stat().st_mtime if metadata.exists() else time.time())
 
 
 def record(directory: str) -> None:
-    """Write the commit of these sources to the copy of them in *directory*, for ``kproxy --version``."""
-    commit = runpy.run_path("kproxy_core/config/release.py")["commit"]()
-    if commit:
-        Path(directory, "kproxy_core", "COMMIT").write_text(f"{commit}\n", encoding="ascii")
+    """Write the version and the commit of these sources to the copy of them in *directory*."""
+    text = f"{VERSION} {RELEASE['commit']()}\n"
+    Path(directory, "kproxy_core", "VERSION").write_text(text, encoding="ascii")
 
 
 def reset_modes(directory: str) -> None:
@@ -58,7 +62,7 @@ def reset(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Build(build_py):
-    """Packs what exists now, with the commit."""
+    """Packs what exists now, with the version and the commit."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -70,7 +74,7 @@ class Build(build_py):
 
 
 class SourceDistribution(sdist):
-    """Packs the same files as the same bytes, with the commit."""
+    """Packs the same files as the same bytes, with the version and the commit."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -99,5 +103,7 @@ if bdist_wheel is not None:
     COMMANDS["bdist_wheel"] = Wheel
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", str(time_of_sources()))
-# The image is built without the manual.
-setup(cmdclass=COMMANDS, data_files=[("share/man/man8", sorted(map(str, Path("docs/man").glob("*.8"))))])
+if __name__ == "__main__":
+    # The image is built without the manual.
+    setup(version=VERSION, cmdclass=COMMANDS,
+          data_files=[("share/man/man8", sorted(map(str, Path("docs/man").glob("*.8"))))])

@@ -1,3 +1,5 @@
 """kproxy: a Kubernetes service proxy as a framework of backend plugins."""
 
-__version__ = "0.2.0"
+from kproxy_core.config.release import version
+
+__version__ = version()

@@ -45,7 +45,7 @@ TO_CLEAN_UP = 60.0
 """Seconds between its interruption and its end by force."""
 
 _CODE = ("kproxy_core", "plugins", "bpf", "conformance", "tests", "examples")
-_CHECKED = (*_CODE, "deploy/manual.py")
+_CHECKED = (*_CODE, *(f"deploy/{path.name}" for path in (CHECKOUT / "deploy").glob("*.py")))
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
 _MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"

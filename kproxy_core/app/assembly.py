@@ -96,8 +96,8 @@ log = logging.getLogger("kproxy.run")
 
 PROGRAMS_END = 2.0
 """Seconds after a signal when running programs are killed."""
-PROCESS_ENDS = 4.5
-"""Seconds after a signal when the process exits, even if it is not done."""
+PROCESS_ENDS = 9.0
+"""Seconds after a signal when the process exits, even if it is not done: ``docker stop`` waits for 10."""
 
 
 def stop_on_signals(stop: Callable[[], None]) -> None:

@@ -8,9 +8,9 @@ from kproxy_core.app.drops import Drop, FilteredPacket
 from kproxy_core.app.filters import place
 from kproxy_core.linux.links import Link
 from kproxy_core.linux.node_state import NodeState
-from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address
+from kproxy_core.model.address import Address, Family, Protocol, family_of, format_address, format_socket
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.packet import Interface
+from kproxy_core.nft.packet import NO_INTERFACE, Interface
 from kproxy_core.observe.logs import printable
 
 Json = dict[str, Any]
@@ -26,21 +26,47 @@ class Services(NamedTuple):
     """Each with its service port."""
     endpoints: Sequence[Address]
     """Without repetitions, in the order of the service ports."""
+    ports: Sequence["ServedPort"] = ()
+    dials_endpoints: bool = False
+    """Sockets of this node and its pods dial endpoints, so that only others send packets to frontends."""
 
     @classmethod
-    def of(cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool) -> "Services":
+    def of(
+        cls, mode: str, documents: Iterable[Mapping[str, Any]], *, is_running: bool,
+        dials_endpoints: bool = False,
+    ) -> "Services":
         """Return the Services of plans as `kproxy_core.app.changes.document` returns them."""
-        ports: dict[tuple[int, str], None] = {}
+        node_ports: dict[tuple[int, str], None] = {}
         endpoints: dict[Address, None] = {}
+        ports = []
         for plan in documents:
-            for frontend in plan["frontends"]:
-                if found := _NODE_PORT.fullmatch(frontend):
-                    ports[int(found["port"]), plan["service_port"]] = None
-            endpoints |= dict.fromkeys(Destination.parse(text).address for text in plan["endpoints"])
-        return cls(mode, is_running, tuple(ports), tuple(endpoints))
+            port = ServedPort.of(plan)
+            ports.append(port)
+            node_ports |= {(number, port.name): None for address, number in port.frontends if address is None}
+            endpoints |= dict.fromkeys(endpoint.address for endpoint in port.endpoints)
+        return cls(mode, is_running, tuple(node_ports), tuple(endpoints), tuple(ports), dials_endpoints)
 
 
-_NODE_PORT = re.compile(r"node:(?P<port>\d+)/\w+")
+class ServedPort(NamedTuple):
+    """A service port of one IP family."""
+
+    name: str
+    family: Family
+    protocol: Protocol
+    frontends: Sequence[tuple[Address | None, int]]
+    """Address and port; None: any address of the node."""
+    endpoints: Sequence[Destination]
+
+    @classmethod
+    def of(cls, plan: Mapping[str, Any]) -> "ServedPort":
+        frontends: list[tuple[Address | None, int]] = []
+        for text in plan["frontends"]:
+            where, _, _ = text.rpartition("/")
+            at_node, _, port = where.partition("node:")
+            frontends.append(Destination.parse(where) if at_node else (None, int(port)))
+        return cls(
+            plan["service_port"], Family(plan["family"]), Protocol[plan["protocol"]], frontends,
+            tuple(map(Destination.parse, plan["endpoints"])))
 
 
 class Finding(NamedTuple):
@@ -53,7 +79,7 @@ class Finding(NamedTuple):
     remedy: str
 
 
-NOT_SERVED: Final = frozenset({"firewall", "ip-forward", "second-proxy"})
+NOT_SERVED: Final = frozenset({"firewall", "translation", "ip-forward", "second-proxy"})
 """The checks whose findings keep Services from being served as they are meant. Others may hurt them."""
 
 
@@ -61,10 +87,22 @@ NOT_SERVED: Final = frozenset({"firewall", "ip-forward", "second-proxy"})
 
 
 class Sample(NamedTuple):
-    """A forwarded packet of pods that filter chains should let pass."""
+    """A packet that chains of other programs should let pass."""
 
     what: str
     packet: FilteredPacket
+    hook: str = ""
+    """The only hook that is tried: the first, of a packet to a Service. "": those of forwarded packets."""
+    port: ServedPort | None = None
+    """The service port to which it is sent; None: not one alone."""
+
+    @property
+    def way(self) -> list[tuple[str, FilteredPacket]]:
+        """The hooks that are tried, each with the packet there."""
+        return [(hook, self.packet) for hook in ((self.hook,) if self.hook else _FORWARDED)]
+
+
+_FORWARDED: Final = ("prerouting", "forward", "postrouting")
 
 
 class Stop(NamedTuple):
@@ -74,14 +112,84 @@ class Stop(NamedTuple):
     drop: Drop
     text: str = ""
 
+    @property
+    def is_harmless(self) -> bool:
+        """Another program translates the packet to an endpoint of the same service port."""
+        port = self.sample.port
+        return port is not None and self.drop.translates_to in port.endpoints
+
 
 _A_POD = Interface("a-pod", 0x7FFFFFFF)
 """The interface of a pod on a node without any."""
 
 
 def samples(state: NodeState, services: Services | None) -> list[Sample]:
-    """Return packets between a pod and another node in both directions, translated and not, by family."""
-    return [sample for family in _families(state) for sample in _samples(state, services, family)]
+    """Return packets between a pod and another node in both directions, translated and not, by family.
+
+    Then those of each sender to Services. Each stands for packets with many destinations; see `narrowed`.
+    """
+    found = [sample for family in _families(state) for sample in _samples(state, services, family)]
+    if services is not None:
+        found += [sample for family in _families(state) for sample in _to_services(state, services, family)]
+    return found
+
+
+def narrowed(sample: Sample, state: NodeState, services: Services | None) -> Iterator[Sample]:
+    """Yield the packets for which *sample* stands: one for each endpoint's port, or for each frontend."""
+    if services is None:
+        return
+    packet = sample.packet
+    ports = [port for port in services.ports if port.family is packet.family and port.endpoints]
+    if sample.hook:
+        for port in ports:
+            if port.protocol is packet.protocol:
+                yield from _to_frontends(sample, port, state)
+        return
+    for protocol, number in dict.fromkeys(
+            (port.protocol, endpoint.port) for port in ports for endpoint in port.endpoints):
+        yield Sample(f"{sample.what}, {protocol.name} port {number}", packet._replace(
+            protocol=protocol, port=number, dialled_port=None if packet.is_translated else number))
+
+
+_OUTSIDE = "outside"
+
+
+def _to_services(state: NodeState, services: Services, family: Family) -> Iterator[Sample]:
+    """Yield a packet of each sender and protocol to any Service."""
+    pods = pod_links(state)
+    inside = next((link for link in pods if link.kind == "bridge"), next(iter(pods), None))
+    at_pod = Interface(inside.name, inside.number) if inside else _A_POD
+    uplink = next((link for link in state.links if link.name == state.uplinks.get(family)), None)
+    senders = [] if services.dials_endpoints else [
+        (f"a pod ({_told(None, at_pod)})", at_pod), ("this node", NO_INTERFACE)]
+    if uplink is not None:
+        senders.append((_OUTSIDE, Interface(uplink.name, uplink.number)))
+    protocols = dict.fromkeys(port.protocol for port in services.ports if port.family is family)
+    for protocol in protocols:
+        for sender, arrives in senders:
+            is_from_node = arrives == NO_INTERFACE
+            packet = FilteredPacket(
+                family, protocol, None, None, None, arrives, None, None, None, is_translated=True,
+                is_from_node=is_from_node, is_to_node=False)
+            yield Sample(f"from {sender}", packet, "output" if is_from_node else "prerouting")
+
+
+def _to_frontends(sample: Sample, port: ServedPort, state: NodeState) -> Iterator[Sample]:
+    """Yield *sample* to each frontend of *port* that such a sender may dial."""
+    own = {each.address for each in state.addresses}
+    uplink = {link.number for link in state.links if link.name == state.uplinks.get(port.family)}
+    node = next((each.address for each in state.addresses
+                 if each.link in uplink and each.network.family is port.family), None)
+    for address, number in port.frontends:
+        if address is not None and sample.what == f"from {_OUTSIDE}":
+            continue
+        dialled = node if address is None else address
+        shown = f"node:{number}" if address is None else format_socket(address, number)
+        packet = sample.packet._replace(
+            destination=port.endpoints[0].address, port=port.endpoints[0].port, dialled=dialled,
+            dialled_port=number, is_dialled_on_node=address is None or address in own)
+        yield Sample(
+            f"{sample.what} to {shown}/{port.protocol.name} of {port.name}", packet, sample.hook, port)
 
 
 def _samples(state: NodeState, services: Services | None, family: Family) -> Iterator[Sample]:
@@ -202,6 +310,11 @@ _OWNERS: Final = (
         tables=("docker-bridges",), chains=("DOCKER",)),
 )
 _REMEDY = "accept packets from and to the pods' networks before this rule"
+_REMEDY_OF_TRANSLATION = (
+    "remove what that rule is for, such as a hostPort that is a node port, too; `kproxy explain` follows "
+    "single packets")
+_MOST_NAMED = 6
+"""Senders and frontends in one finding."""
 
 
 def drop_findings(
@@ -211,28 +324,40 @@ def drop_findings(
 
     *chains_of*: the names of the chains of each table, by family and name.
     """
-    by_place: dict[tuple[str, str, str, int | None], list[Stop]] = {}
+    by_place: dict[tuple[str, str, str, int | None, bool], list[Stop]] = {}
     for stop in stops:
-        if stop.drop.is_certain:
-            key = stop.drop.family, stop.drop.table, stop.drop.chain, stop.drop.rule
+        if stop.drop.is_certain and not stop.is_harmless:
+            key = stop.drop.family, stop.drop.table, stop.drop.chain, stop.drop.rule, bool(stop.sample.hook)
             by_place.setdefault(key, []).append(stop)
     found = []
     for of_place in by_place.values():
         drop, text = of_place[0].drop, of_place[0].text
         chains = chains_of.get((drop.family, drop.table), frozenset())
         owner = next((each for each in _OWNERS if each.wrote(drop, chains)), None)
+        evidence = [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
+                    *_ways([stop.sample for stop in of_place])]
+        if drop.translates_to is not None:
+            found.append(Finding(
+                "translation", f"{owner.name if owner else 'another program'} translates packets to Services "
+                "before kproxy does, and no endpoint gets them", evidence, _REMEDY_OF_TRANSLATION))
+            continue
         whose = f"{owner.name} " if owner else "a filter of another program "
+        which = "to Services" if of_place[0].sample.hook else "that this node forwards"
         found.append(Finding(
-            "firewall", f"{whose}{'rejects' if drop.rejects else 'drops'} packets that this node forwards",
-            [place(drop, "them"), *([f"rule: {printable(text)}"] if text else []),
-             *_ways(stop.sample for stop in of_place)],
+            "firewall", f"{whose}{'rejects' if drop.rejects else 'drops'} packets {which}", evidence,
             owner.remedy if owner else _REMEDY))
     return found
 
 
-def _ways(stopped: Iterable[Sample]) -> Iterator[str]:
+def _ways(stopped: Sequence[Sample]) -> Iterator[str]:
     ways: dict[str, list[str]] = {}
+    to_services = list(dict.fromkeys(sample.what for sample in stopped if sample.hook))
+    yield from (printable(f"new connections {what}") for what in to_services[:_MOST_NAMED])
+    if len(to_services) > _MOST_NAMED:
+        yield f"and {len(to_services) - _MOST_NAMED} more"
     for sample in stopped:
+        if sample.hook:
+            continue
         ways.setdefault(sample.what, []).append(
             "through Services" if sample.packet.is_translated else "directly")
     for what, how in ways.items():

@@ -73,17 +73,21 @@ class Drop(NamedTuple):
         return self.is_met and not self.doubts
 
 
-def drops(ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]]) -> list[Drop]:
+def drops(
+    ruleset: Ruleset, way: Iterable[tuple[str, FilteredPacket]], *, with_nat: bool | None = None
+) -> list[Drop]:
     """Return the places where chains may end a packet or translate it first; none after a certain one.
 
     *way* are the hooks in their order, each with the packet there, which is translated already: chains before
-    the translation see it as it was. Tables of service proxies are left out. Raises OSError.
+    the translation see it as it was. Tables of service proxies are left out. *with_nat*: chains of type nat
+    count; by default, if it is known which port was dialled. Raises OSError.
     """
     found: list[Drop] = []
     ended: Chance | None = None
     branches: list[Branch] = []
     for hook, packet in way:
-        follows = _is_of_others if packet.dialled_port is not None else _is_filter_of_others
+        is_dialled = packet.dialled_port is not None if with_nat is None else with_nat
+        follows = _is_of_others if is_dialled else _is_filter_of_others
         walk = Way(ruleset, _node_of(packet), follows, _is_not_service_chain)
         branches = [_at(branch, hook, packet) for branch in branches] or [
             Branch(_first(packet, hook), CERTAIN)]
@@ -197,7 +201,7 @@ def _is_of_others(chain: BaseChain) -> bool:
 
 _SERVICE_CHAIN: Final = re.compile(
     r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
-    r"SOURCE-RANGES-FIREWALL|POSTROUTING|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
+    r"SOURCE-RANGES-FIREWALL|POSTROUTING|(PORTALS|NODEPORT)-(CONTAINER|HOST)|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
 """Chains of service proxies in the tables of iptables, which are not other programs' either.
 KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 

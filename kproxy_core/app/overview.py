@@ -75,7 +75,7 @@ class Overview:
     def condition(self) -> dict[str, Any]:
         """Return whether the proxy is well, and what tells so. Does not need the loop."""
         condition = self._health.condition()
-        healthz = self._health.healthz()
+        healthz = self._health.healthz(condition.problems)
         return {
             "node": self._node, "mode": self._about.mode, **self._modes(),
             "version": self._about.version, "commit": commit(), "now": time.time(),

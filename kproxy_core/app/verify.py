@@ -18,13 +18,16 @@ from kproxy_core.app.explain import (
     parse_target,
     why_no_packet,
 )
-from kproxy_core.contract.values import KernelSide
+from kproxy_core.contract.values import KernelSide, Translation
 from kproxy_core.model.address import Address, Family, Protocol, format_socket, is_loopback
 from kproxy_core.model.service import Destination
 from kproxy_core.plan.fate import Origin, Outcome
 
 Expectation = Mapping[str, Any]
 """A frontend with what connections should do; see `expectation`."""
+
+OK, PROBLEM, BY_UNKNOWN = "ok", "problem", "answered, by whom is not known"
+"""Verdicts about a frontend. The last: connection tracking does not know the connections, as with NOTRACK."""
 
 ANSWERED, REFUSED, HUNG = "answered", "refused", "hung"
 
@@ -67,7 +70,8 @@ def _targets(plans: ReadablePlans, wanted: ServiceTarget | None) -> Iterator[Cas
 def expectation(case: Case, side: KernelSide | None) -> Json:
     """Return what connections to the frontend of *case* should do.
 
-    *side*: where the mode decides otherwise by design, that counts. Its other differences do not.
+    *side*: where the mode decides otherwise by design, that counts. Its other differences do not. None: it
+    could not be read.
     """
     packet, plan = case.question.packet, case.question.plan
     by_design = side.fate if side is not None and side.deviation else None
@@ -78,9 +82,14 @@ def expectation(case: Case, side: KernelSide | None) -> Json:
         "outcome": fate.outcome.value, "because": fate.because,
         "endpoints": [format_socket(*choice.where) for choice in fate.choices],
         "rarest": min((choice.share for choice in fate.choices), default=0.0),
+        "translated": side is not None and not side.deviation and side.translation in _BY_THE_KERNEL,
         "sticky": bool(plan and (plan.affinity_seconds or plan.hash_by == "client")),
         "ready": sum(endpoint.ready for _, endpoint in case.candidates),
     }  # fmt: skip
+
+
+_BY_THE_KERNEL = (Translation.RULES, Translation.SOCKET)
+"""Connection tracking knows the endpoints of such connections: no process of this node answers for them."""
 
 
 def connections(expected: Expectation, most: int) -> int:
@@ -105,10 +114,13 @@ def result(expected: Expectation, attempts: Sequence[Attempt]) -> Json:
     reached: dict[str, Counter[str]] = defaultdict(Counter)
     for attempt in attempts:
         reached[_endpoint(expected, attempt)][attempt.result] += 1
+    problems = list(_problems(expected, reached, len(attempts))) if attempts else []
+    is_known = not expected["endpoints"] or not expected["translated"] or set(reached) != {""}
     return {
         **expected, "connections": len(attempts),
+        "verdict": PROBLEM if problems else OK if is_known else BY_UNKNOWN,
         "reached": [{"endpoint": endpoint, **counts} for endpoint, counts in sorted(reached.items())],
-        "problems": list(_problems(expected, reached, len(attempts))) if attempts else [],
+        "problems": problems,
     }  # fmt: skip
 
 
@@ -122,10 +134,16 @@ def _problems(expected: Expectation, reached: Mapping[str, Counter[str]], tried:
         yield f"connections are answered, and should be {expected['outcome']}: {expected['because']}"
     for endpoint, counts in sorted(reached.items()):
         if endpoint and forwarded and endpoint not in expected["endpoints"]:
-            yield f"connections reach {endpoint}, which may not be chosen"
+            yield (f"no rule translates connections: {endpoint} itself {_answers(counts)}"
+                   if endpoint == expected["frontend"] else
+                   f"connections reach {endpoint}, which may not be chosen")
         for how in sorted(set(counts) - {ANSWERED}) if forwarded and answered else ():
             where = f"endpoint {endpoint}" if endpoint else "endpoint not known"
             yield f"{where}: {counts[how]} of {counts.total()} connections {how}"
+
+
+def _answers(counts: Mapping[str, int]) -> str:
+    return "answers" if counts[ANSWERED] else "is reached"
 
 
 def _endpoint(expected: Expectation, attempt: Attempt) -> str:
@@ -133,7 +151,7 @@ def _endpoint(expected: Expectation, attempt: Attempt) -> str:
     if attempt.endpoint is None:
         return ""
     address, text = attempt.endpoint.address, format_socket(*attempt.endpoint)
-    if text in expected["endpoints"]:
+    if text in expected["endpoints"] or expected["translated"]:
         return text
     is_relay = is_loopback(address) or address == attempt.source
     return "" if is_relay or text == expected["frontend"] else text

@@ -1,13 +1,25 @@
 """``kproxy doctor``: what on this node hurts Services."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import click
 
 from kproxy_core.app.control import send_request
-from kproxy_core.app.doctor import Finding, Json, Services, Stop, drop_findings, findings, samples, unclear
+from kproxy_core.app.doctor import (
+    Finding,
+    Json,
+    Sample,
+    Services,
+    Stop,
+    drop_findings,
+    findings,
+    narrowed,
+    samples,
+    unclear,
+)
 from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
 from kproxy_core.app.requests import Plans, Status
@@ -15,12 +27,16 @@ from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, faint, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
+from kproxy_core.contract.registry import Registry
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import list_chain
 from kproxy_core.linux.node_state import NodeState, read_node_state
+from kproxy_core.linux.tracing import TABLES
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
+from kproxy_core.nft.expressions import Ruleset
 from kproxy_core.nft.ruleset import ListedRuleset
+from kproxy_core.observe.logs import printable
 
 Found = Mapping[str, Any]
 
@@ -35,14 +51,18 @@ def read_services(flags: Flags) -> tuple[Services | None, str]:
         from kproxy_core.cli.objects import read_objects
 
         with read_objects(flags, this_machine=True) as objects:
-            return Services.of(objects.instance.mode, documents(objects.plans), is_running=False), ""
+            mode = objects.instance.mode
+            return Services.of(mode, documents(objects.plans), is_running=False,
+                               dials_endpoints=bool(objects.registry.load(mode).base)), ""
     try:
         found = send_request(Plans())
     except NoProxy:
         return None, ""
     except RequestRefused as error:
         return None, f"the Services: {error}"
-    return Services.of(found["mode"], found["plans"], is_running=True), ""
+    registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
+    return Services.of(found["mode"], found["plans"], is_running=True,
+                       dials_endpoints=bool(registry.load(found["mode"]).base)), ""
 
 
 def examine(services: Services | None) -> Json:
@@ -53,8 +73,9 @@ def examine(services: Services | None) -> Json:
     problems: list[str] = []
     if state.tables:
         try:
-            stops, chains = _stops(state, services)
+            stops, chains, untried = _stops(state, services)
             found += drop_findings(stops, chains)
+            problems += untried
         except HostError as error:
             problems.append(str(error))
     found += findings(state, services)
@@ -65,19 +86,49 @@ def examine(services: Services | None) -> Json:
     }
 
 
+_MOST_NARROWED = 5_000
+"""Packets to single frontends, or to single ports of endpoints, for one sample."""
+
+
 def _stops(
     state: NodeState, services: Services | None
-) -> tuple[list[Stop], Mapping[tuple[str, str], frozenset[str]]]:
-    """Return the places where filter chains end samples, and the chains of these tables. Raises HostError."""
+) -> tuple[list[Stop], Mapping[tuple[str, str], frozenset[str]], list[str]]:
+    """Return the places where chains end samples, the chains of these tables, and what was not tried.
+
+    Raises HostError.
+    """
     stops: list[Stop] = []
+    untried: list[str] = []
     text = cache(_text)
     with doing("read the filter chains"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         filters = ListedRuleset(sock)
         for sample in samples(state, services):
-            way = [(hook, sample.packet) for hook in ("prerouting", "forward", "postrouting")]
-            stops += [Stop(sample, drop, text(drop)) for drop in drops(filters, way)]
+            found = _followed(filters, sample, text)
+            certain = any(stop.drop.is_certain for stop in found)
+            narrow = narrowed(sample, state, services) if found and not certain else iter(())
+            tried = list(islice(narrow, _MOST_NARROWED))
+            if next(narrow, None) is not None:
+                untried.append(
+                    f"packets {sample.what}: only {_MOST_NARROWED} of all frontends and ports were tried")
+            for each in tried:
+                stops += _followed(filters, each, text)
+            if not tried and (certain or not sample.hook):
+                stops += found
         tables = {(stop.drop.family, stop.drop.table) for stop in stops}
-        return stops, {table: filters.chain_names(*table) for table in tables}
+        for chain in filters.base_chains():
+            is_before_ip = chain.family in ("netdev", "bridge") or chain.hook == "ingress"
+            if is_before_ip and not chain.table.startswith(TABLES) and (
+                    chain.drops_by_policy or filters.rules(chain.family, chain.table, chain.name)):
+                untried.append(printable(
+                    f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook} is not "
+                    "followed; `kproxy trace` sees what it drops"))
+        return stops, {table: filters.chain_names(*table) for table in tables}, untried
+
+
+def _followed(filters: Ruleset, sample: Sample, text: Callable[[Drop], str]) -> list[Stop]:
+    """Return the places where chains end *sample*, or may end it. Raises OSError."""
+    found = drops(filters, sample.way, with_nat=True if sample.hook else None)
+    return [Stop(sample, drop, text(drop)) for drop in found]
 
 
 def _text(drop: Drop) -> str:
@@ -103,7 +154,8 @@ def as_text(found: Found) -> str:
     for problem in found["unclear"]:
         lines.append(f"{hint('not known')}: {problem}")
     if not found["findings"]:
-        lines.append(good("nothing on this node hurts Services"))
+        lines.append(good("nothing was found on this node that hurts Services"))
+    lines.append(hint("`kproxy explain` follows one packet, `kproxy trace` watches the next ones"))
     return "\n".join(lines)
 
 

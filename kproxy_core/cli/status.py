@@ -10,6 +10,7 @@ from kproxy_core.app.requests import Status
 from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, good, hint, show_answer
+from kproxy_core.config.release import described
 
 Found = Mapping[str, Any]
 
@@ -25,12 +26,12 @@ def _lines(found: Found) -> Iterator[str]:
     yield f"{found['node']}: {verdict}{since}"
     for problem in found["problems"]:
         yield f"  {bad(problem)}"
-    commit = f" ({found['commit']})" if found["commit"] else ""
     wanted = "" if found["configured"] == found["mode"] else f", configured: {found['configured'] or 'none'}"
     if label := found.get("label"):
         wanted = f", by label {label}"
     yield f"mode             {found['mode']}{wanted}"
-    yield f"version          {found['version']}{commit}, running for {age(now - found['started'])}"
+    version = described(found["version"], found["commit"])
+    yield f"version          {version}, running for {age(now - found['started'])}"
     last = "never" if found["last_sync"] is None else f"{age(now - found['last_sync'])} ago"
     yield f"last sync        {last}"
     lag = f"the oldest has been waiting for {age(found['lag'])}" if found["lag"] else "all programmed"
@@ -63,8 +64,8 @@ def command(doctor: bool, output: str) -> int:
 
     Wrong is what keeps Services from being served as their objects say: changes that are not programmed,
     objects with mistakes, endpoints of Forwards that fail their checks, ports that cannot be opened, and of
-    what `kproxy doctor` finds, firewalls, other service proxies and a node that forwards nothing. Exit
-    status: 0 if nothing is wrong, else 1, also without a proxy.
+    what `kproxy doctor` finds, firewalls, translations of other programs, other service proxies and a node
+    that forwards nothing. Exit status: 0 if nothing is wrong, else 1, also without a proxy.
     """
     with cli_errors():
         found = dict(send_request(Status()))

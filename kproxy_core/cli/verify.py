@@ -6,7 +6,7 @@ import os
 import selectors
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from kproxy_core.app.control import send_request
 from kproxy_core.app.requests import Targets
 from kproxy_core.app.verify import (
     ANSWERED,
+    BY_UNKNOWN,
     HUNG,
+    PROBLEM,
     REFUSED,
     Attempt,
     Expectation,
@@ -158,7 +160,14 @@ def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Fou
         attempts: Sequence[Sequence[Attempt]] = Connector(
             targets, events, rate=rate, most=most, timeout=timeout).run()
     results = [result(target, tried) for target, tried in zip(targets, attempts, strict=True)]
-    return {"mode": found["mode"], "frontends": results}, problem
+    return {"mode": found["mode"], "tried": dict(TRIED), "frontends": results}, problem
+
+
+TRIED: Mapping[str, Any] = {"from": "node", "protocols": ["TCP"], "not_from": ["pod", "outside"]}
+"""What a verification shows, and what it does not."""
+_NOT_TRIED = (
+    "tried by TCP from this node only: packets of pods and from outside pass other rules and the node's "
+    "forwarding; `kproxy explain` follows them, `kproxy doctor` looks for what stops them")
 
 
 def status_of(found: Found) -> int:
@@ -177,16 +186,22 @@ def announced(found: Found, most: int, rate: float) -> Iterator[str]:
 
 def as_text(found: Found) -> str:
     lines = [line for frontend in found["frontends"] for line in _lines(frontend)]
-    wrong = sum(bool(frontend["problems"]) for frontend in found["frontends"])
-    count = len(found["frontends"])
-    lines.append(bad(f"{wrong} of {count} frontends have problems") if wrong
-                 else good(f"{count} of {count} frontends do what the plans say ({found['mode']})"))
+    verdicts = Counter(frontend["verdict"] for frontend in found["frontends"])
+    count, wrong, unknown = verdicts.total(), verdicts[PROBLEM], verdicts[BY_UNKNOWN]
+    if wrong:
+        lines.append(bad(f"{wrong} of {count} frontends have problems"))
+    else:
+        well = f"{count - unknown} of {count} frontends do what the plans say, from this node"
+        lines.append(good(f"{well} ({found['mode']})"))
+    if unknown:
+        lines.append(hint(f"{unknown} of {count} answer, and connection tracking does not know by whom"))
+    lines.append(hint(_NOT_TRIED))
     return "\n".join(lines)
 
 
 def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
-    verdict = bad("problem") if frontend["problems"] else good("ok")
-    yield f"{frontend['frontend']}/TCP of {frontend['service_port']}: {verdict}"
+    shown = {PROBLEM: bad, BY_UNKNOWN: hint}.get(frontend["verdict"], good)
+    yield f"{frontend['frontend']}/TCP of {frontend['service_port']}: {shown(frontend['verdict'])}"
     for reached in frontend["reached"]:
         counts = ", ".join(f"{name} {count}" for name, count in reached.items() if name != "endpoint")
         yield f"  {reached['endpoint'] or 'endpoint not known':24}  {counts}"
@@ -196,6 +211,8 @@ def _lines(frontend: Mapping[str, Any]) -> Iterator[str]:
         yield hint(f"  not chosen in {frontend['connections']} connections: {', '.join(missed)}")
     for problem in frontend["problems"]:
         yield f"  {bad(problem)}"
+    if frontend["problems"]:
+        yield hint(f"  `kproxy explain node {frontend['frontend']}` says which rules such packets meet")
 
 
 @click.command("verify", cls=FlagCommand)
@@ -219,8 +236,8 @@ def command(
     """Connect to every Service by TCP, and report which endpoints answer.
 
     With TO, [NAMESPACE/]SERVICE[:PORT], only to that one. The connections are opened by this node to each
-    frontend, and closed at once: no data is sent. Exit status: 0 if all do what the plans say, 1 if some do
-    not, or that is unclear.
+    frontend, and closed at once: no data is sent. That shows nothing of packets from pods and from outside.
+    Exit status: 0 if all do what the plans say, 1 if some do not, or that is unclear.
 
     The plans are those of the running proxy. With --manifests, --kubeconfig, --master or --config, they are
     made from those objects; the rules may be those of a kube-proxy.

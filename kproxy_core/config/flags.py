@@ -7,6 +7,7 @@ manifests still use them. Imports the standard library only, so that ``--help`` 
 from typing import NamedTuple
 
 from kproxy_core import __version__
+from kproxy_core.config.release import commit, described
 
 
 class Flag(NamedTuple):
@@ -259,8 +260,7 @@ def version_told(given: str) -> str:
 def version_text(*, raw: bool = False) -> str:
     """Return the version in a line for people, with *raw* including that of all else."""
     found = version_facts()
-    text = f"kproxy {found['version']} (commit {found['commit']})" if found["commit"] else (
-        f"kproxy {found['version']}")
+    text = f"kproxy {described(found['version'], found['commit'])}"
     if not raw:
         return text
     return (f"{text}, as kube-proxy {found['kube_proxy']}, configuration {found['configuration']}, "
@@ -270,8 +270,6 @@ def version_text(*, raw: bool = False) -> str:
 def version_facts() -> dict[str, str]:
     """Return the version of this program, and of what it is compatible with and runs on."""
     import platform
-
-    from kproxy_core.config.release import commit
 
     return {
         "version": __version__, "commit": commit(), "kube_proxy": "1.36",

@@ -265,6 +265,29 @@ def parse(data: bytes) -> Iterator[FlowEvent]:
             bool(status & SEEN_REPLY))
 
 
+def find_flow(protocol: int, original: FlowTuple) -> FlowTuple | None:
+    """Return the replies of the flow that *original* belongs to; None without one.
+
+    Raises HostError. Flows in other zones than 0 are not found.
+    """
+    family = family_of(original.destination)
+    first, second = (1, 2) if family is Family.IPV4 else (3, 4)
+    tuple_ = nested(
+        TUPLE_ORIG,
+        nested(_TUPLE_IP, attribute(first, original.source), attribute(second, original.destination)),
+        nested(
+            TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])),
+            attribute(PROTO_SRC_PORT, original.source_port.to_bytes(2, "big")),
+            attribute(PROTO_DST_PORT, original.port.to_bytes(2, "big"))))
+    with doing("look up a tracked flow"), open_socket() as sock:
+        try:
+            data, start, end = sock.request_one(GET, header(family) + tuple_)
+        except FileNotFoundError:
+            return None
+        found = _flow_tuple(attributes(data, start + NFGENMSG.size, end).get(TUPLE_REPLY))
+        return found[1] if found is not None else None
+
+
 def _flow_tuple(value: bytes | None) -> tuple[int, FlowTuple] | None:
     if value is None:
         return None

@@ -103,7 +103,7 @@ def read_node_state(towards: Collection[Address] = ()) -> NodeState:
         routes=attempt(lambda: {to: interface_towards(to) for to in [*towards][:_MOST_ROUTES]}, {}),
         tables=tables,
         service_chains=attempt(lambda: _service_chains(tables), []),
-        legacy_tables=_legacy_tables(),
+        legacy_tables=legacy_tables(),
         unread_tables=attempt(lambda: list_tables(style=["terse_output"]).unread if tables else (), ()),
         proxies=_proxies(),
         has_socket_translation=_CILIUM_SOCKETS.exists(),
@@ -148,7 +148,8 @@ def _service_chains(tables: Collection[TableName]) -> list[str]:
     ]  # fmt: skip
 
 
-def _legacy_tables() -> list[str]:
+def legacy_tables() -> list[str]:
+    """Return the tables of iptables-legacy, as ``ip filter``."""
     found = []
     for family in ("ip", "ip6"):
         with suppress(OSError):

@@ -2,31 +2,41 @@
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import CommandRefused, Listing, NftOption, list_chain, list_tables
 from kproxy_core.model.address import Address, Family, Protocol, family_of
 from kproxy_core.model.service import Destination
-from kproxy_core.netlink.messages import NFGENMSG, Malformed, attributes, messages, text
-from kproxy_core.netlink.sockets import Announcements
-from kproxy_core.nft.messages import FAMILIES, KIND, Command
+from kproxy_core.netlink.messages import NETLINK_NETFILTER, NFGENMSG, Malformed, attributes, messages, text
+from kproxy_core.netlink.sockets import Announcements, NetlinkSocket
+from kproxy_core.nft.expressions import BaseChain
+from kproxy_core.nft.messages import FAMILIES, KIND
 from kproxy_core.nft.objects import OWNER, Chain, Hook, Table
 from kproxy_core.nft.rules import (
+    COUNTER,
+    CT_INVALID,
+    CT_UNTRACKED,
     DESTINATION_PORT,
     L4_PROTOCOL,
+    SCTP_INIT,
     TRACE,
     Rule,
+    counted,
     ct_state,
     destination_address,
     equals,
     is_local,
+    is_of,
+    jump,
     limit,
     source_address,
+    tcp_flags,
 )
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.nft.transaction import RulesetSocket
 
 _NFNLGRP_NFTRACE = 9
@@ -50,8 +60,11 @@ class TraceEvent(NamedTuple):
     verdict: str
     """``accept``, ``drop``, ``jump CHAIN``, ``continue``."""
     protocol: int
-    """With `way`, only in the first announcement about a packet; else 0."""
+    """With `way`, only in the first announcement about a packet of each base chain; else 0."""
     way: FlowTuple | None
+    """As it is when it comes to the chain."""
+    input: int = 0
+    """The number of the interface by which it arrived; 0: none."""
 
 
 def trace_events() -> Announcements[TraceEvent]:
@@ -74,6 +87,7 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
             int.from_bytes(found.get(4, b""), "big") == _NFT_TRACETYPE_RULE,
             FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
             int.from_bytes(found.get(3, b""), "big"), _verdict(found), protocol, way,
+            int.from_bytes(found.get(10, b""), "big"),
         )  # fmt: skip
 
 
@@ -100,8 +114,17 @@ def _way(network: bytes, transport: bytes) -> tuple[int, FlowTuple | None]:
     return protocol, FlowTuple(Address(source), source_port, Address(destination), port)
 
 
-# The table that marks packets to trace. The kernel deletes it with the socket that made it.
+# The tables that mark packets to trace. The kernel deletes them with the socket that made them.
 
+TABLES: Final = "kproxy-trace-"
+"""The names of such tables begin with this."""
+_AT_DEVICES, _BEFORE, _BEHIND = "received", "before", "tracked"
+"""The beginnings of the names of chains: at the interfaces, before and behind connection tracking."""
+_TRACKED_ALREADY, _UNTRACKED, _INVALID = "tracked-already", "untracked", "invalid"
+"""The chains to which packets go that connection tracking takes for no new connection."""
+_FIRST, _SECOND = -(1 << 31), 1 - (1 << 31)
+"""Before all chains. br_netfilter is the first at hook prerouting (NF_IP_PRI_FIRST): it spares packets the
+hook that they have passed in the bridge."""
 _PRIORITY = -190
 """After connection tracking, before every translation and before kube-proxy's rules."""
 _PER_SECOND = 50
@@ -120,43 +143,129 @@ class Match(NamedTuple):
     """None: any."""
 
 
-def open_table(name: str, matches: Sequence[Match]) -> RulesetSocket:
-    """Create the table *name*, which exists until the connection is closed. Raises HostError."""
-    commands: list[Command] = []
-    for family in dict.fromkeys(match.family for match in matches):
-        table = Table(family, name, flags=OWNER)
-        of_family = [match for match in matches if match.family is family]
-        commands += [table.create(), *table.write(marking_chains(of_family))]
-    with doing("write rules that trace packets"):
-        connection = RulesetSocket.open()
+class Marks:
+    """The tables that mark packets, which exist until this is closed."""
+
+    def __init__(self, name: str, matches: Sequence[Match], devices: Sequence[str] = ()) -> None:
+        """Also mark packets as they are received by *devices*, of which one may be deleted meanwhile.
+
+        Raises HostError.
+        """
+        self.problem = ""
+        """The reason why packets are not marked at *devices*."""
+        self._name = name
+        self._families = tuple(dict.fromkeys(match.family for match in matches))
+        with doing("write rules that trace packets"):
+            self._connection = RulesetSocket.open()
+            try:
+                if devices:
+                    self._mark_at(matches, devices)
+                for family in self._families:
+                    of_family = [match for match in matches if match.family is family]
+                    self._write(Table(family, name, flags=OWNER), marking_chains(of_family))
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _mark_at(self, matches: Sequence[Match], devices: Sequence[str]) -> None:
+        table = Table(Family.IPV4, self._name, flags=OWNER, is_netdev=True)
         try:
-            connection.run(commands)
-        except BaseException:
-            connection.close()
-            raise
-    return connection
+            with doing("trace packets from the interfaces on"):
+                self._write(table, receiving_chains(matches, devices))
+        except HostError as error:
+            said = str(error)
+            self.problem = said if len(said) < 300 else f"{said[:150]} ... {said[-100:]}"  # It names devices.
+
+    def _write(self, table: Table, chains: Iterable[Chain]) -> None:
+        self._connection.run([table.create(), *table.write(chains)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def arrived(self) -> int:
+        """Return how many first packets came to the first hook so far, traced or not. Raises HostError."""
+        with doing("count packets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            listed = ListedRuleset(sock)
+            return sum(
+                counted(rule) or 0 for family in self._families for hook in _HOOKS
+                for rule in listed.rules(family.ip, self._name, f"{_BEFORE}-{hook}"))
 
 
-def marking_chains(matches: Iterable[Match]) -> list[Chain]:
-    """Return the chains that have packets traced."""
-    rules = tuple(map(_rule, matches))
-    return [Chain(hook, rules, Hook("filter", hook, _PRIORITY)) for hook in ("prerouting", "output")]
+_HOOKS = ("prerouting", "output")
 
 
-def _rule(match: Match) -> Rule:
+def chains_before_ip() -> list[BaseChain]:
+    """Return the chains that packets may meet before the first hook of IP: at interfaces and in bridges.
+
+    Raises HostError.
+    """
+    with doing("list the chains at interfaces"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return [each for each in ListedRuleset(sock).base_chains() if not each.table.startswith(TABLES) and (
+            (each.family in ("netdev", "bridge") and each.hook != "egress") or each.hook == "ingress")]
+
+
+def marking_chains(matches: Sequence[Match]) -> list[Chain]:
+    """Return the chains that have packets of one family traced."""
+    before = tuple(_first_packets(match) for match in matches)
+    behind = tuple(rule for match in matches for rule in _by_state(match))
+    return [
+        Chain(_TRACKED_ALREADY), Chain(_UNTRACKED), Chain(_INVALID),
+        *(Chain(f"{_BEFORE}-{hook}", before, Hook("filter", hook, _SECOND)) for hook in _HOOKS),
+        *(Chain(f"{_BEHIND}-{hook}", behind, Hook("filter", hook, _PRIORITY)) for hook in _HOOKS),
+    ]  # fmt: skip
+
+
+_MOST_DEVICES = 255
+"""Limit for the interfaces of a chain: fewer than NFT_NETDEVICE_MAX."""
+
+
+def receiving_chains(matches: Iterable[Match], devices: Sequence[str]) -> list[Chain]:
+    """Return the chains that have packets traced as *devices* receive them."""
+    rules = tuple((is_of(match.family), *_first_packets(match)) for match in matches)
+    parts = [tuple(devices[at : at + _MOST_DEVICES]) for at in range(0, len(devices), _MOST_DEVICES)]
+    return [Chain(f"{_AT_DEVICES}-{number}", rules, Hook("filter", "ingress", _FIRST, part))
+            for number, part in enumerate(parts)]
+
+
+def _first_packets(match: Match) -> Rule:
+    """Return the rule that marks and counts the packets of *match* that may open connections."""
+    of_protocol = equals(L4_PROTOCOL, match.protocol)
+    opening: Mapping[Protocol, Rule] = {
+        Protocol.TCP: (tcp_flags("syn", of=("fin", "syn", "rst", "ack")),), Protocol.UDP: (of_protocol,),
+        Protocol.SCTP: (of_protocol, SCTP_INIT),
+    }
+    return (*opening[match.protocol], *_wanted(match), COUNTER, limit(_PER_SECOND), TRACE)
+
+
+def _by_state(match: Match) -> Iterator[Rule]:
+    """Yield the rules that mark new connections, and tell which packets that were marked before are not."""
+    wanted = (equals(L4_PROTOCOL, match.protocol), *_wanted(match))
+    yield (*wanted, ct_state("new"), limit(_PER_SECOND), TRACE)
+    yield (*wanted, ct_state("established"), jump(_TRACKED_ALREADY))
+    yield (*wanted, CT_UNTRACKED, jump(_UNTRACKED))
+    yield (*wanted, CT_INVALID, jump(_INVALID))
+
+
+def _wanted(match: Match) -> Rule:
     family = match.family
     destination = is_local("daddr")
     if match.destination is not None:
         destination = equals(destination_address(family), match.destination)
     source = () if match.source is None else (equals(source_address(family), match.source),)
-    return (
-        equals(L4_PROTOCOL, match.protocol), destination, *source, equals(DESTINATION_PORT, match.port),
-        ct_state("new"), limit(_PER_SECOND), TRACE,
-    )  # fmt: skip
+    return (destination, *source, equals(DESTINATION_PORT, match.port))
 
 
 PATIENCE = 1.0
 """Timeout in seconds for an answer of the endpoint."""
+
+
+NEW, TRACKED_ALREADY, UNTRACKED, INVALID = "new", "tracked already", "untracked", "invalid"
+"""What connection tracking takes a packet for."""
+_STATES = {f"jump {_TRACKED_ALREADY}": TRACKED_ALREADY, f"jump {_UNTRACKED}": UNTRACKED,
+           f"jump {_INVALID}": INVALID}
 
 
 @dataclass(slots=True)
@@ -171,6 +280,10 @@ class TracedPacket:
     """Rules that it met, and the policy that dropped it, without a handle."""
     dropped: bool = False
     """The last rule dropped or refused it."""
+    state: str = ""
+    """What connection tracking took it for, such as `NEW`; "": the packet was not seen behind it."""
+    has_arrived: bool = False
+    """It came to the first hook of its family, unless it was only seen in connection tracking."""
     endpoint: Destination | None = None
     """None: it opened no connection."""
     source: Address | None = None
@@ -180,6 +293,10 @@ class TracedPacket:
     """Seconds after `began`."""
     refused: bool = False
     """The endpoint refused the connection."""
+    passed: set[tuple[str, int]] = field(default_factory=set)
+    """The chains that marked it, each with the interface by which it arrived."""
+    is_repeated: bool = False
+    """It was sent again."""
     dialled: Destination | None = None
     """The frontend, if the destination was already an endpoint in the first packet; None: it is not known."""
 
@@ -211,15 +328,16 @@ class Tracer:
         self._endpoints = frozenset(endpoints)
         self._find_dialled = dialled
         self._packets: dict[_Key, TracedPacket] = {}
-        self._by_id: dict[int, TracedPacket] = {}
+        self._by_id: dict[int, TracedPacket | None] = {}
+        """None: a packet that was sent again, or one that is not wanted."""
         self._known: set[_Key] = set()
 
     def trace(self, event: TraceEvent, now: float) -> None:
         if event.table == self._table:
-            if event.handle and event.way is not None:
-                self._begin_trace(event.packet, (event.protocol, event.way), now)
+            self._marked(event, now)
+        if event.table.startswith(TABLES):
             return
-        packet = self._by_id.get(event.packet)
+        packet = self._by_id[event.packet] if event.packet in self._by_id else self._renumbered(event)
         if packet is None:
             return
         if event.is_rule and event.handle:
@@ -231,6 +349,8 @@ class Tracer:
     def flow(self, event: FlowEvent, now: float) -> None:
         key = event.protocol, event.original
         packet = self._packets.get(key)
+        if event.change is FlowEventType.ENDED and packet is None:
+            self._known.discard(key)
         if packet is None and event.change is FlowEventType.NEW:
             packet = self._start_flow(event, key, now)
         if packet is None:
@@ -259,11 +379,37 @@ class Tracer:
                 self._by_id = {number: each for number, each in self._by_id.items() if each is not packet}
                 yield packet
 
-    def _begin_trace(self, number: int, key: _Key, now: float) -> None:
-        """Note that announcements about *number* are about the packet of *key*, unless it was sent again."""
-        packet = self._packets.get(key) or self._start(key, now)
-        if packet is not None and all(packet is not traced for traced in self._by_id.values()):
-            self._by_id[number] = packet
+    def _marked(self, event: TraceEvent, now: float) -> None:
+        """Note which packet announcements of a number are about."""
+        packet = self._by_id.get(event.packet)
+        if event.way is not None:
+            key = event.protocol, event.way
+            packet = self._packets.get(key)
+            if packet is None and event.is_rule:
+                start = self._start_wanted if self._is_dialled(event.way) else self._start
+                packet = start(key, now)
+            if packet is not None and (event.chain, event.input) in packet.passed:
+                packet.is_repeated, packet = True, None
+            self._by_id[event.packet] = packet
+        if packet is None:
+            return
+        packet.passed.add((event.chain, event.input))
+        packet.has_arrived = packet.has_arrived or not event.chain.startswith(_AT_DEVICES)
+        if event.chain.startswith(_BEHIND):
+            packet.state = packet.state or _STATES.get(event.verdict, NEW)
+
+    def _renumbered(self, event: TraceEvent) -> TracedPacket | None:
+        """Return the packet that has another number behind a bridge; None: it is another one.
+
+        A number depends on the interface of arrival (nf_tables_trace.c).
+        """
+        if event.way is None:
+            return None
+        key = event.protocol, event.way[:2]
+        found = next((packet for (protocol, way), packet in self._packets.items()
+                      if (protocol, way[:2]) == key and packet.passed and not packet.is_repeated), None)
+        self._by_id[event.packet] = found
+        return found
 
     def _start(self, key: _Key, now: float) -> TracedPacket | None:
         """Return a new packet; None if one of *key* was seen before."""
@@ -275,11 +421,19 @@ class Tracer:
 
     def _start_flow(self, event: FlowEvent, key: _Key, now: float) -> TracedPacket | None:
         """Return a new packet if the flow that begins with it is wanted."""
+        if self._is_dialled(key[1]) and event.reply.source != key[1].destination:
+            return None
+        return self._start_wanted(key, now)
+
+    def _is_dialled(self, way: FlowTuple) -> bool:
+        """Return whether a socket may have dialled a frontend for an endpoint at the end of *way*."""
+        return bool(self._find_dialled) and Destination(way.destination, way.port) in self._endpoints
+
+    def _start_wanted(self, key: _Key, now: float) -> TracedPacket | None:
+        """Return a new packet if its sender dialled a frontend that is traced, or may have."""
         protocol, way = key
         dialled = None
-        if self._find_dialled and Destination(way.destination, way.port) in self._endpoints:
-            if event.reply.source != way.destination:
-                return None
+        if self._find_dialled is not None and self._is_dialled(way):
             dialled = self._find_dialled(protocol, way)
             if dialled is None:
                 return self._start(key, now)

@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, format_address
 from kproxy_core.netlink.messages import (
+    NFGENMSG,
     NLM_F_CREATE,
     NetlinkRequest,
     TooLong,
     attribute,
     fitting,
     nested,
-    payload,
     text_attribute,
     u32,
     u32_attribute,
@@ -49,6 +49,8 @@ _NEWSET, _DELSET = KIND | 9, KIND | 11
 _DELOBJ = KIND | 20
 _NEWFLOWTABLE, _DELFLOWTABLE = KIND | 22, KIND | 24
 _APPEND = 0x800
+_NETDEV = 5
+"""NFPROTO_NETDEV."""
 
 OWNER, PERSIST, DORMANT = 2, 4, 1
 """Flags of a table: only the socket that made it may change it (Linux 5.12); it outlives that socket (6.9);
@@ -61,6 +63,8 @@ class Hook(NamedTuple):
     type: str
     name: str
     priority: int
+    devices: tuple[str, ...] = ()
+    """Those of hook ``ingress``."""
 
 
 class Chain(NamedTuple):
@@ -115,10 +119,12 @@ class Table(NamedTuple):
     name: str
     comment: str = ""
     flags: int = 0
+    is_netdev: bool = False
+    """A table of family ``netdev`` instead: its chains see what interfaces receive, of every protocol."""
 
     @property
     def where(self) -> str:
-        return f"{self.family.ip} {self.name}"
+        return f"{'netdev' if self.is_netdev else self.family.ip} {self.name}"
 
     # Commands.
 
@@ -189,7 +195,10 @@ class Table(NamedTuple):
         hook = chain.hook
         shown = ""
         if hook is not None:
-            shown = f" {{ type {hook.type} hook {hook.name} priority {hook.priority}; policy accept; }}"
+            devices = ", ".join(f'"{device}"' for device in hook.devices)
+            on = f" devices = {{ {devices} }}" if devices else ""
+            shown = (
+                f" {{ type {hook.type} hook {hook.name}{on} priority {hook.priority}; policy accept; }}")
         yield self._command(
             f"add chain {self.where} {chain.name}{shown}", _NEWCHAIN, text_attribute(3, chain.name),
             *_encoded(chain_attributes(chain, self.family)), flags=NLM_F_CREATE)
@@ -277,7 +286,8 @@ class Table(NamedTuple):
             text_attribute(2, flowtable.name))
 
     def _command(self, shown: str, kind: int, *parts: bytes, flags: int = 0) -> Command:
-        body = payload(self.family, text_attribute(1, self.name), *parts)
+        number = _NETDEV if self.is_netdev else self.family.af
+        body = NFGENMSG.pack(number, 0, 0) + text_attribute(1, self.name) + b"".join(parts)
         return Command(shown, NetlinkRequest(kind, flags, body))
 
 
@@ -296,7 +306,7 @@ def _encoded(values: Attributes) -> list[bytes]:
 
 
 _POLICY = 5
-_HOOKS = {"prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
+_HOOKS = {"ingress": 0, "prerouting": 0, "input": 1, "forward": 2, "output": 3, "postrouting": 4}
 
 
 def chain_attributes(chain: Chain, family: Family) -> Attributes:
@@ -304,8 +314,10 @@ def chain_attributes(chain: Chain, family: Family) -> Attributes:
     if chain.hook is None:
         return {}
     priority = attribute(2, struct.pack(">i", chain.hook.priority))
+    devices = b"".join(text_attribute(1, device) for device in chain.hook.devices)
+    on = nested(4, devices) if devices else b""
     return {
-        4: u32_attribute(1, _HOOKS[chain.hook.name]) + priority, _POLICY: u32(1),
+        4: u32_attribute(1, _HOOKS[chain.hook.name]) + priority + on, _POLICY: u32(1),
         7: chain.hook.type.encode() + b"\0",
     }  # fmt: skip
 

@@ -412,7 +412,12 @@ def _bits(key: int, bit: int, how: int) -> tuple[Expression, ...]:
     return load, _bitwise(_host_u32(bit), bytes(4)), _compared(bytes(4), how)
 
 
-_TCP_FLAGS = {"fin": 1, "psh": 8, "rst": 4}
+CT_UNTRACKED: Final = Statement("ct state untracked", _bits(0, 64, _DIFFERENT))
+CT_INVALID: Final = Statement("ct state invalid", _bits(0, 1, _DIFFERENT))
+"""Match packets that a rule keeps from being tracked, or that belong to no connection and begin none."""
+
+
+_TCP_FLAGS = {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16}
 """Bits in a TCP header."""
 
 
@@ -424,6 +429,18 @@ def tcp_flags(*given: str, of: tuple[str, ...]) -> Statement:
         f"tcp flags & ({' | '.join(of)}) == {' | '.join(given)}",
         (L4_PROTOCOL.load(1), _compared(bytes([Protocol.TCP])), load, _bitwise(mask, bytes(1)),
          _compared(value)))
+
+
+SCTP_INIT: Final = Statement("@th,96,8 0x1", (
+    Expression("payload", {1: u32(1), 2: u32(2), 3: u32(12), 4: u32(1)}), _compared(b"\x01")))
+"""Match SCTP packets that open an association, by their first chunk (RFC 9260)."""
+
+
+def is_of(family: Family) -> Statement:
+    """Match packets of *family*, for tables that see packets of all protocols."""
+    kind = {Family.IPV4: 0x0800, Family.IPV6: 0x86DD}[family]
+    protocol = Expression("meta", {1: u32(1), 2: u32(1)})
+    return Statement(f"meta protocol {family.ip}", (protocol, _compared(kind.to_bytes(2, "big"))))
 
 
 def has_mark(bit: int) -> Statement:
@@ -488,6 +505,15 @@ def limit(per_second: int) -> Statement:
 
 
 # Actions.
+
+COUNTER: Final = Statement("counter", (Expression("counter", {1: bytes(8), 2: bytes(8)}),))
+"""Count the packets that match so far."""
+
+
+def counted(rule: HeldRule) -> int | None:
+    """Return the packets that `COUNTER` has counted in a listed *rule*; None if it has no counter."""
+    found = (each.attributes.get(2, b"") for each in rule.expressions if each.name == "counter")
+    return next((int.from_bytes(packets, "big") for packets in found), None)
 
 
 def vmap(key: Key, container: str) -> Statement:

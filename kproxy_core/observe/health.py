@@ -147,9 +147,10 @@ class ProxyHealth(SyncObserver):
         with self._lock:
             return self._alive() and all(state.updated_ns is not None for state in self._states.values())
 
-    def healthz(self) -> Answer:
-        """Answer for readiness: healthy, not held, and the node is eligible."""
-        problems = self.problems()
+    def healthz(self, problems: Sequence[str] | None = None) -> Answer:
+        """Answer for readiness: healthy, not held, and the node is eligible. *problems*, if known already."""
+        if problems is None:
+            problems = self.problems()
         with self._lock:
             healthy = self.healthy() and not self._held
             return self._answer(healthy and self._node_eligible, healthy, problems, with_node=True)

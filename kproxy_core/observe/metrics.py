@@ -166,11 +166,12 @@ _PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "a
 def _build_info(version: str) -> Measurement:
     """Return ``kubernetes_build_info``. Alerts on version skew in a cluster compare its ``git_version``."""
     major, minor = KUBERNETES.split(".")
+    build = f"kproxy-{version}".replace("+", ".")  # semantic versions have one plus
     machine = os.uname().machine
     return Measurement(
         "kubernetes_build_info", "Always 1; the Kubernetes whose kube-proxy this replaces", "gauge", 1,
         {
-            "major": major, "minor": minor, "git_version": f"v{KUBERNETES}.0+kproxy-{version}",
+            "major": major, "minor": minor, "git_version": f"v{KUBERNETES}.0+{build}",
             "git_commit": "", "git_tree_state": "", "build_date": "", "compiler": sys.implementation.name,
             "go_version": "", "platform": f"linux/{_PLATFORMS.get(machine, machine)}",
         },

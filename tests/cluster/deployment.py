@@ -11,8 +11,9 @@ import yaml
 from tests.cluster.cluster import SERVER, Cluster
 from tests.cluster.fabric import PODS
 from tests.cluster.images import CHECKOUT
+from tests.deploy.objects import base, containers
 
-IMAGE = "docker.io/library/kproxy:0.2.0"
+IMAGE = f"docker.io/library/{containers(base()['DaemonSet'])[0]['image']}"
 KUBE_PROXY = "docker.io/library/kube-proxy:1.36"
 _NAMESPACE = "kube-system"
 _KUBE_PROXY_OBJECTS = """

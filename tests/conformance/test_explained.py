@@ -16,7 +16,7 @@ from kproxy_conformance.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_conformance.network.dialing import REACHED, Outcome, wait_until
 from kproxy_conformance.suite.barrier import DEADLINE
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.tracing import Match, open_table, trace_events
+from kproxy_core.linux.tracing import Marks, Match, trace_events
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.traffic import Traffic
@@ -142,7 +142,7 @@ class ExplainedPlay(Play):
         family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
         to = parse_address(resolve(attempt.to, self._family))
         match = Match(family, to, Protocol[attempt.protocol], attempt.port, None)
-        with self._stage.topology["node"].entered(), trace_events() as events, open_table("traced", [match]):
+        with self._stage.topology["node"].entered(), trace_events() as events, Marks("traced", [match]):
             self._try(attempt, 2.0)
             seen = list(events.read())
         begin = next(event for event in seen if event.table == "traced" and event.handle)

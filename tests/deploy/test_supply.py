@@ -15,7 +15,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kproxy_core import __version__
 from tests.deploy.objects import DEPLOY
 
 PINNED = re.compile(r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
@@ -41,6 +40,21 @@ def test_the_tests_that_the_security_page_names_exist() -> None:
         path = file or path
         assert (checkout / path).exists(), path
         assert not test or f"def {test}(" in (checkout / path).read_text(), word
+
+
+def test_the_pages_and_the_metadata_promise_the_same() -> None:
+    checkout = DEPLOY.parent
+    support, readme = ((checkout / name).read_text() for name in ("SUPPORT.md", "README.md"))
+    classifiers = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["classifiers"]
+    (status,) = re.findall(r"^Development Status :: \d - (.*)$", "\n".join(classifiers), re.MULTILINE)
+    for page in (support, readme):
+        assert f"**Status: {status.lower()}.**" in page
+    pythons = re.findall(r"^.* :: Python :: (\d\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert f"| Python | {', '.join(pythons)} |" in support
+    chart = yaml.safe_load((DEPLOY / "chart" / "Chart.yaml").read_text())
+    oldest = re.fullmatch(r">=(\d\.\d+)\.0-0", chart["kubeVersion"])
+    assert oldest is not None
+    assert f"| {oldest[1]} and newer" in support
 
 
 def containerfile() -> str:
@@ -81,7 +95,7 @@ def test_only_the_image_for_ebpf_has_bcc_and_none_has_pip() -> None:
 def test_the_image_says_what_it_is() -> None:
     label = next(line for line in stages()["kproxy"][1] if line.startswith("LABEL "))
     labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="(.*?)"', label))
-    assert labels["version"] == __version__
+    assert labels["version"] == "$VERSION"
     assert labels["revision"] == "$COMMIT"
     assert labels["base.name"] == stages()["kproxy"][0]
 

@@ -26,9 +26,9 @@ _VARIES = re.compile(
     r"|\d{4}-\d\d-\d\dT[\d:.]+Z "
     r"|(?<=\d):\d+(?= -> | answered)"  # source ports, and those of a trial
     r"|\b\d+ s\b"
-    r"|(?<=\()[0-9a-f]{12}(?=\))"
+    r"|^version  .*?(?=, running)"
     r"|^doctor  .*\n", re.MULTILINE)
-"""Handles of rules, times, ports, seconds, commits, and what the doctor finds on this machine."""
+"""Handles of rules, times, ports, seconds, the version, and what the doctor finds on this machine."""
 
 
 Wrapper = Callable[..., Sequence[str]]

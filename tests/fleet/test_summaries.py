@@ -91,7 +91,8 @@ def test_failures_are_a_matrix(canned: Canned) -> None:
         "",
         "y from n07: hung",
         "x from n00, n01, n02 and 9 more: hung",
-        "26 of 39 pairs of node and frontend do what the plans say",
+        "26 of 39 pairs of node and frontend do what the plans say, "
+        "from the node itself: not tried from pods and from outside",
     ]
 
 

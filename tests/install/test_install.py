@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core import __version__
 from tests.core.namespaces import Namespace, namespace, own_network
 from tests.core.processes import started
-from tests.deploy.test_packages import build, checkout
+from tests.install.packages import VERSION
 from tests.install.places import BINDING, CHECKOUT, ELSEWHERE, Place, on_debian, on_this_machine
 from tests.patience import PATIENCE
 
@@ -57,16 +56,11 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", checkout(tmp_path_factory.mktemp("sources")))
-
-
 @pytest.fixture(scope="module", params=PLACES)
 def place(
-    request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    with PLACES[request.param](built, tmp_path_factory.mktemp(request.param) / "place") as made:
+    with PLACES[request.param](wheel, tmp_path_factory.mktemp(request.param) / "place") as made:
         yield made
 
 
@@ -86,7 +80,7 @@ def missing(mode: str, place: Place) -> dict[str, str]:
 
 def test_the_version_is_that_of_the_checkout(place: Place) -> None:
     done = place.kproxy("--version")
-    assert done.stdout.startswith(f"kproxy {__version__}"), done.stderr
+    assert done.stdout.startswith(f"kproxy {VERSION} ("), done.stderr
 
 
 def test_the_classifiers_name_the_python_that_serves(place: Place) -> None:
@@ -144,12 +138,12 @@ def test_a_missing_extra_is_named_with_its_command(
     place: Place, program: str, arguments: list[str], said: str
 ) -> None:
     done = place.run(f"{place.programs}/{program}", *arguments)
-    commands = {extra: f"pip install 'kproxy[{extra}]=={__version__}'" for extra in ("api", "top")}
+    commands = {extra: f"pip install 'kproxy[{extra}]=={VERSION}'" for extra in ("api", "top")}
     assert (done.returncode, done.stderr) == (1, f"Error: {said.format(**commands)}\n")
 
 
 def test_a_missing_extra_of_a_mode_is_a_requirement_of_it(place: Place) -> None:
-    remedy = f"pip install 'kproxy[ipvs]=={__version__}'"
+    remedy = f"pip install 'kproxy[ipvs]=={VERSION}'"
     assert missing("ipvs", place)["Python package pyroute2"] == remedy
 
 

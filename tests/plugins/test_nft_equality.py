@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kproxy_conformance.builders import node_view
 from kproxy_conformance.checks.features import everything
-from kproxy_core.linux.tracing import Match, marking_chains
+from kproxy_core.linux.tracing import Match, marking_chains, receiving_chains
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.node import LocalSource
 from kproxy_core.netlink.messages import attribute, text_attribute
@@ -167,6 +167,20 @@ def test_messages_and_text_make_the_same_table(netns: None, case: Case, release:
     write([case.table.delete()])
     nft(release, "-f", "-", stdin=commands_text(case.commands()))
     assert listed(release, case) == by_messages
+
+
+@by_release
+def test_a_table_at_interfaces_is_the_same_in_messages_and_text(netns: None, release: Release) -> None:
+    matches = [Match(family, ADDRESS[family], protocol, 80, None)
+               for family in Family for protocol in Protocol]
+    table = Table(Family.IPV4, "traced", is_netdev=True)
+    commands = [table.create(), *table.write(receiving_chains(matches, ["lo"]))]
+    write(commands)
+    by_messages = nft(release, "list", "table", "netdev", "traced")
+    assert by_messages.count("meta nftrace set 1") == len(matches)
+    write([table.delete()])
+    nft(release, "-f", "-", stdin=commands_text(commands))
+    assert nft(release, "list", "table", "netdev", "traced") == by_messages
 
 
 @by_case

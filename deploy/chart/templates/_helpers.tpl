@@ -12,7 +12,7 @@
 {{- if .digest -}}
 {{ .repository }}@{{ .digest }}
 {{- else -}}
-{{ .repository }}:{{ .tag | default (printf "%s%s" $.Chart.AppVersion (ternary "-ebpf" "" $.Values.ebpf)) }}
+{{ .repository }}:{{ .tag | default (printf "%s%s" ($.Chart.AppVersion | replace "+" "-") (ternary "-ebpf" "" $.Values.ebpf)) }}
 {{- end }}
 {{- end }}
 {{- end }}

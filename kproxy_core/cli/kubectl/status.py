@@ -9,6 +9,7 @@ from kproxy_core.cli.kubectl.tables import Row, asked, selected, show_table
 from kproxy_core.cli.options import OUTPUT, FlagCommand
 from kproxy_core.cli.status import age
 from kproxy_core.cli.terminal import encoded
+from kproxy_core.config.release import described
 
 if TYPE_CHECKING:
     from kproxy_core.fleet.answers import Status
@@ -51,7 +52,7 @@ def row(node: "Node", found: "Status | Unreached") -> Row:
     last = "never" if found.last_sync is None else f"{age(found.now - found.last_sync)} ago"
     count = len(found.findings)
     doctor = f"{count} finding{'s' * (count > 1)}" if count else ""
-    version = f"{found.version} ({found.commit})" if found.commit else found.version
+    version = described(found.version, found.commit)
     mode = found.mode
     if found.label:
         mode = f"{mode}, by label"

@@ -55,7 +55,8 @@ def show(
                 click.echo(f"{each.frontend} from {named(nodes)}: {problem}")
     tried = sum(len(verified.frontends) for verified in found.values())
     failed = sum(len(each.problems) for each in failing)
-    click.echo(f"{tried - failed} of {tried} pairs of node and frontend do what the plans say")
+    click.echo(f"{tried - failed} of {tried} pairs of node and frontend do what the plans say, "
+               "from the node itself: not tried from pods and from outside")
 
 
 @click.command("verify", cls=FlagCommand)

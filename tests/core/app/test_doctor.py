@@ -5,10 +5,20 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.app.doctor import Finding, Services, findings, pod_links, samples, unclear
+from kproxy_conformance.builders import destinations
+from kproxy_core.app.doctor import (
+    Finding,
+    ServedPort,
+    Services,
+    findings,
+    narrowed,
+    pod_links,
+    samples,
+    unclear,
+)
 from kproxy_core.linux.links import Link
 from kproxy_core.linux.node_state import LinkAddress, NodeState, Process
-from kproxy_core.model.address import Family, parse_address, parse_cidr
+from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.nft.listing import TableName
 
 SETTINGS = {
@@ -21,6 +31,7 @@ SETTINGS = {
 UPLINK = Link(2, "eth0", "")
 BRIDGE = Link(3, "cni0", "bridge")
 POD = Link(4, "veth1", "veth", master=3, leads_elsewhere=True, has_hairpin=True)
+VIP = parse_address("10.96.0.1")
 SERVICES = Services("mode", True, ((30080, "shop/web"),), (parse_address("10.1.2.3"),))
 
 
@@ -184,7 +195,35 @@ def test_what_was_not_read_is_said() -> None:
 
 
 def test_services_are_read_from_plans() -> None:
-    plan = {"service_port": "shop/web", "frontends": ["10.96.0.1:80/tcp", "node:30080/tcp"],
-            "endpoints": ["10.1.2.3:80", "[2001:db8::1]:80", "10.1.2.3:81"]}
+    plan = {"service_port": "shop/web", "family": "IPv4", "protocol": "TCP",
+            "frontends": ["10.96.0.1:80/tcp", "node:30080/tcp"], "endpoints": ["10.1.2.3:80", "10.1.2.3:81"]}
+    port = ServedPort(
+        "shop/web", Family.IPV4, Protocol.TCP, [(VIP, 80), (None, 30080)],
+        destinations("10.1.2.3:80 10.1.2.3:81"))
     assert Services.of("mode", [plan, plan], is_running=True) == Services(
-        "mode", True, ((30080, "shop/web"),), (parse_address("10.1.2.3"), parse_address("2001:db8::1")))
+        "mode", True, ((30080, "shop/web"),), (parse_address("10.1.2.3"),), (port, port))
+
+
+def test_a_packet_stands_for_those_to_every_port_of_endpoints_or_to_every_frontend() -> None:
+    port = ServedPort(
+        "shop/web", Family.IPV4, Protocol.TCP, [(VIP, 80), (None, 30080)],
+        destinations("10.1.2.3:80 10.1.2.4:80"))
+    services = SERVICES._replace(ports=(port, port._replace(name="shop/none", endpoints=())))
+    found = {sample.what: [(each.what, each.packet.dialled_port)
+                           for each in narrowed(sample, CLEAN, services)]
+             for sample in samples(CLEAN, services) if sample.hook or not sample.packet.is_translated}
+    assert found == {
+        "from a pod (10.1.1.2, cni0) to another node (10.1.2.3, eth0)": [
+            ("from a pod (10.1.1.2, cni0) to another node (10.1.2.3, eth0), TCP port 80", 80)],
+        "from another node (10.1.2.3, eth0) to a pod (10.1.1.2, cni0)": [
+            ("from another node (10.1.2.3, eth0) to a pod (10.1.1.2, cni0), TCP port 80", 80)],
+        "from a pod (cni0)": [
+            ("from a pod (cni0) to 10.96.0.1:80/TCP of shop/web", 80),
+            ("from a pod (cni0) to node:30080/TCP of shop/web", 30080)],
+        "from this node": [
+            ("from this node to 10.96.0.1:80/TCP of shop/web", 80),
+            ("from this node to node:30080/TCP of shop/web", 30080)],
+        "from outside": [("from outside to node:30080/TCP of shop/web", 30080)],
+    }
+    by_sockets = samples(CLEAN, services._replace(dials_endpoints=True))
+    assert [sample.what for sample in by_sockets if sample.hook] == ["from outside"]

@@ -286,7 +286,9 @@ def test_the_exit_status_and_the_text_say_whether_anything_was_found() -> None:
             "ip-forward: this node forwards no IPv4 packets", "  net.ipv4.ip_forward = 0",
             "  remedy: sysctl -w net.ipv4.ip_forward=1, and the same in /etc/sysctl.d"]
     nothing: dict[str, Any] = {"proxy": "", "findings": [], "unclear": []}
-    assert click.unstyle(as_text(nothing)) == "nothing on this node hurts Services"
+    assert click.unstyle(as_text(nothing)).splitlines() == [
+        "nothing was found on this node that hurts Services",
+        "`kproxy explain` follows one packet, `kproxy trace` watches the next ones"]
     assert status_of(nothing) == 0
 
 

@@ -61,6 +61,21 @@ def test_a_fallback_is_named_while_it_serves() -> None:
     assert overview.condition()["fallback"] == ""
 
 
+def test_problems_are_asked_for_once() -> None:
+    health = ProxyHealth((Family.IPV4,), timeout=60, node_required=False)
+    asked: list[str] = []
+
+    def read() -> list[str]:
+        asked.append("")
+        return ["a problem"]
+
+    health.include("objects", read)
+    about = About(mode="nftables", version="0", configuration={}, flags={}, started=5.0)
+    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
+    condition = overview.condition()
+    assert (len(asked), condition["healthz"]["body"]["problems"]) == (1, condition["problems"])
+
+
 def test_a_running_proxy_tells_that_it_is_well(tmp_path: Path) -> None:
     with namespace() as node:
         def status(*more: str) -> "subprocess.CompletedProcess[str]":

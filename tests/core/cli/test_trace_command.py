@@ -94,6 +94,14 @@ def test_sockets_that_programs_translate_tell_the_frontend_that_they_dialled(
             assert (packet["outcome"], packet["endpoint"]) == ("forwarded", "10.1.2.3:8080")
             assert (packet["to"], packet["service_port"]) == ("10.96.0.10:80", "shop/web")
             assert packet["because"] == "chosen when the socket connected"
+            node.nft("table ip evil { chain c { type filter hook output priority raw; "
+                     "tcp dport 8080 drop; }; }")
+            with traced(node, "shop/web", "--count=1") as trace, ExitStack() as clients:
+                clients.enter_context(subprocess.Popen(
+                    inside(cgroup, [*python, "10.96.0.10", "80"]), stdin=subprocess.PIPE))
+                (packet,) = packets(trace)
+            assert (packet["outcome"], packet["to"]) == ("dropped", "10.96.0.10:80")
+            assert packet["because"] == "ip evil c: tcp dport 8080 drop, before any rule of Services"
 
 
 @pytest.mark.parametrize("by_flags", [False, True], ids=["of the proxy", "of manifests"])

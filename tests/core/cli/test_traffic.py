@@ -1,6 +1,7 @@
 """The connections that ``kproxy verify --traffic`` opens, and what it concludes from them."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from kproxy_conformance.builders import destinations
 from kproxy_core.app.verify import ANSWERED, HUNG, REFUSED, Attempt, connections, is_settled, result
 from kproxy_core.model.address import parse_address
 from tests.core.bpf_places import confined, inside
+from tests.core.cli.sides import FLAGS, VIP, sides, write
+from tests.core.cli.sides import NODE as NODE_ADDRESS
 from tests.core.cli.test_cli import WEB, manifests, node
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, running
@@ -25,13 +28,15 @@ NODE = parse_address("192.0.2.10")
 
 
 def target(
-    outcome: str = "forwarded", *endpoints: str, sticky: bool = False, rarest: float = 0
+    outcome: str = "forwarded", *endpoints: str, sticky: bool = False, rarest: float = 0,
+    translated: bool = False,
 ) -> dict[str, Any]:
     return {"frontend": "10.96.0.10:80", "service_port": "shop/web", "outcome": outcome,
-            "because": "a reason", "endpoints": list(endpoints), "sticky": sticky,
+            "because": "a reason", "endpoints": list(endpoints), "sticky": sticky, "translated": translated,
             "rarest": rarest or 1 / max(len(endpoints), 1), "ready": len(endpoints)}  # fmt: skip
 
 
+ONE_ENDPOINT = target("forwarded", "10.1.1.1:8080", translated=True)
 TWO_ENDPOINTS = target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080")
 
 
@@ -44,6 +49,10 @@ TWO_ENDPOINTS = target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080")
      ["no connection of 2 was answered (hung, refused); ready endpoints: 2"]),
     (TWO_ENDPOINTS, [(ANSWERED, OTHER)], ["connections reach 10.1.3.1:8080, which may not be chosen"]),
     (TWO_ENDPOINTS, [(ANSWERED, destinations("127.0.0.1:40000")[0])], []),
+    (ONE_ENDPOINT, [(ANSWERED, destinations("127.0.0.1:40000")[0])],
+     ["connections reach 127.0.0.1:40000, which may not be chosen"]),
+    (ONE_ENDPOINT, [(ANSWERED, destinations("10.96.0.10:80")[0])],
+     ["no rule translates connections: 10.96.0.10:80 itself answers"]),
     (target("refused"), [(REFUSED, None)], []),
     (target("dropped"), [(HUNG, None)], []),
     (target("refused"), [(ANSWERED, ONE)], ["connections are answered, and should be refused: a reason"]),
@@ -53,6 +62,19 @@ def test_results_that_contradict_the_plan_are_problems(
 ) -> None:
     tried = [Attempt(outcome, endpoint, NODE) for outcome, endpoint in attempts]
     assert result(asked, tried)["problems"] == problems
+
+
+@pytest.mark.parametrize(("asked", "attempt", "verdict"), [
+    (ONE_ENDPOINT, (ANSWERED, ONE), "ok"),
+    (ONE_ENDPOINT, (ANSWERED, None), "answered, by whom is not known"),
+    (ONE_ENDPOINT, (HUNG, None), "problem"),
+    (TWO_ENDPOINTS, (ANSWERED, None), "ok"),
+    (target("refused", translated=True), (REFUSED, None), "ok"),
+], ids=str)  # fmt: skip
+def test_a_verdict_is_certain_only_if_the_endpoint_is_known(
+    asked: dict[str, Any], attempt: tuple[str, Any], verdict: str
+) -> None:
+    assert result(asked, [Attempt(*attempt, NODE)])["verdict"] == verdict
 
 
 def test_connections_are_tried_until_each_endpoint_is_reached() -> None:
@@ -128,6 +150,42 @@ def test_the_endpoints_of_real_connections_are_distinguished(
             assert verify(node, "shop/none:80", cgroup=cgroup)[0] == 0
             status, text = verify(node, "shop/wbe", cgroup=cgroup)
             assert (status, "near names: shop/web" in text) == (1, True)
+
+
+def test_what_other_programs_do_is_not_taken_for_the_plan(tmp_path: Path) -> None:
+    write(tmp_path)
+    with sides() as made, running(
+            made.node, "--mode=nftables", f"--manifests={tmp_path}", *FLAGS) as proxy:
+        proxy.await_health()
+
+        def frontends() -> dict[str, Any]:
+            found = json.loads(verify(made.node, "web:http", "-o", "json")[1])
+            assert found["tried"]["not_from"] == ["pod", "outside"]
+            return {frontend["frontend"]: frontend for frontend in found["frontends"]}
+
+        def said() -> list[str]:
+            return [found["verdict"] for at, found in frontends().items() if at in (vip, vip6)]
+
+        vip, vip6 = f"{VIP['ip']}:80", f"[{VIP['ip6']}]:80"
+        assert said() == ["ok", "ok"]
+        made.node.run("sysctl", "-qw", "net.ipv4.ip_forward=0")
+        assert said() == ["ok", "ok"], "the node's own packets are not forwarded"
+        text = verify(made.node, "web:http")[1]
+        assert "do what the plans say, from this node (nftables)" in text
+        assert "packets of pods and from outside pass other rules and the node's forwarding" in text
+        made.node.ip(f"address add {VIP['ip']}/32 dev lo")
+        with made.node.inside(lambda: socket.create_server((VIP["ip"], 80))):
+            made.node.nft(
+                "table ip raw { chain o { type filter hook output priority raw; tcp dport 80 notrack; }; }")
+            assert said() == ["answered, by whom is not known", "ok"]
+        made.node.nft("delete table ip raw")
+        made.node.ip(f"address delete {VIP['ip']}/32 dev lo")
+        with made.node.inside(lambda: socket.create_server((NODE_ADDRESS["ip"], 7000))):
+            made.node.nft(
+                "table ip theirs { chain o { type nat hook output priority -110; "
+                f"ip daddr {VIP['ip']} tcp dport 80 dnat to {NODE_ADDRESS['ip']}:7000; }}; }}")
+            assert frontends()[vip]["problems"] == [
+                f"connections reach {NODE_ADDRESS['ip']}:7000, which may not be chosen"]
 
 
 def test_a_dry_run_opens_nothing(node: Namespace, manifests: Path) -> None:

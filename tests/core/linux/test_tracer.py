@@ -1,8 +1,21 @@
 """What happened to a packet, from the announcements about rules and flows."""
 
+import pytest
+
 from kproxy_conformance.builders import destinations
 from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
-from kproxy_core.linux.tracing import PATIENCE, FindDialled, Match, TracedPacket, TraceEvent, Tracer
+from kproxy_core.linux.tracing import (
+    INVALID,
+    NEW,
+    PATIENCE,
+    TRACKED_ALREADY,
+    UNTRACKED,
+    FindDialled,
+    Match,
+    TracedPacket,
+    TraceEvent,
+    Tracer,
+)
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import Destination
 
@@ -19,11 +32,12 @@ def tracer(match: Match = TO_VIP, dialled: FindDialled | None = None) -> Tracer:
 
 
 def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, packet: int = 1,
-        is_rule: bool = True, way: FlowTuple | None = None) -> TraceEvent:  # fmt: skip
-    return TraceEvent(packet, is_rule, "ip", table, chain, handle, verdict, 6, way)
+        is_rule: bool = True, way: FlowTuple | None = None, device: int = 2) -> TraceEvent:  # fmt: skip
+    return TraceEvent(packet, is_rule, "ip", table, chain, handle, verdict, 6, way, device)
 
 
-BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
+BEGIN = met("before-prerouting", "continue", table=TABLE, way=WAY)
+BEHIND = met("tracked-prerouting", "continue", table=TABLE, way=WAY)
 
 
 def flow(change: FlowEventType = FlowEventType.NEW, way: FlowTuple = WAY, answered: bool = False,
@@ -135,3 +149,43 @@ def test_connections_straight_to_an_endpoint_count_if_sockets_may_have_dialled_t
     assert seen == {
         "no socket is translated": [], "unknown": [None], "the frontend": [Destination(VIP, 80)],
         "another frontend": []}
+
+
+def test_a_packet_keeps_its_rules_behind_a_bridge_though_its_number_changes() -> None:
+    made = tracer()
+    received = met("received-0", "continue", table=TABLE, way=WAY, device=7)
+    made.trace(received, 1.0)
+    made.trace(received._replace(packet=2, input=2), 1.0)
+    made.trace(BEGIN._replace(packet=2), 1.0)
+    dropped = met("forward", "drop", way=WAY._replace(destination=ENDPOINT[0], port=8080), packet=3)
+    made.trace(dropped, 1.0)
+    packet = finished(made, 1.0)
+    assert (packet.rules, packet.dropped, packet.has_arrived) == ([dropped], True, True)
+
+
+def test_rules_of_a_packet_that_is_sent_again_do_not_count() -> None:
+    made = tracer()
+    made.trace(BEGIN, 1.0)
+    made.trace(BEGIN, 1.5)
+    made.trace(met("forward", "drop", way=WAY), 1.5)
+    made.trace(met("forward", "drop", way=WAY, packet=9), 1.5)
+    assert not finished(made, 2.0).dropped
+
+
+@pytest.mark.parametrize(("verdict", "state"), [
+    ("continue", NEW), ("jump tracked-already", TRACKED_ALREADY), ("jump untracked", UNTRACKED),
+    ("jump invalid", INVALID), ("", ""),
+])  # fmt: skip
+def test_what_connection_tracking_takes_a_packet_for(verdict: str, state: str) -> None:
+    made = tracer()
+    made.trace(BEGIN, 1.0)
+    if verdict:
+        made.trace(BEHIND._replace(verdict=verdict), 1.0)
+    packet = finished(made, 9.0)
+    assert (packet.state, packet.has_arrived) == (state, True)
+
+
+def test_a_policy_of_the_marking_chains_begins_no_packet() -> None:
+    made = tracer()
+    made.trace(BEGIN._replace(is_rule=False, handle=0, verdict="accept"), 1.0)
+    assert not made.is_busy

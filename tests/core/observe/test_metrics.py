@@ -251,6 +251,12 @@ def test_the_build_is_that_of_the_kubernetes_it_replaces() -> None:
     assert re.match(r"v1\.36\.0\+kproxy-0\.1$", labels["git_version"])
 
 
+def test_the_kubernetes_version_is_a_semantic_one_between_releases() -> None:
+    text = Metrics("x", "1.0.0.dev7+g0123456789ab").exposition()[0].decode()
+    assert 'git_version="v1.36.0+kproxy-1.0.0.dev7.g0123456789ab"' in text
+    assert 'kproxy_build_info{mode="x",version="1.0.0.dev7+g0123456789ab"}' in text
+
+
 def test_metrics_of_the_process() -> None:
     before = threading.active_count()
     found = values(exercised("x").metrics)
