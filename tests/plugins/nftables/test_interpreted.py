@@ -53,7 +53,7 @@ class WrittenRuleset:
 
     def base_chains(self) -> list[BaseChain]:
         return [
-            BaseChain(self._family.ip, TABLE, item.name, *item.hook, drops_by_policy=False, packets=None)
+            BaseChain(self._family.ip, TABLE, item.name, *item.hook[:3], drops_by_policy=False, packets=None)
             for item in self._layout.values() if isinstance(item, Chain) and item.hook is not None]
 
     def rules(self, family: str, table: str, chain: str) -> list[HeldRule]:
