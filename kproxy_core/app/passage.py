@@ -230,7 +230,7 @@ def _node(kernel: NodeKernel) -> Node:
             return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_hooks.c).
         return found
 
-    return Node(route, lambda interface, _: kernel.addresses(interface), arriving)
+    return Node(route, lambda interface, _: kernel.addresses(interface), arriving=arriving)
 
 
 # One end of its ways.

@@ -52,9 +52,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "kproxy_core.netlink.sockets": ("NetlinkSocket", "NotificationThread", "RequestError"),
     "kproxy_core.nft.alike": ("Example", "Names", "NoLike", "compared_with"),
     "kproxy_core.nft.elements": ("Data", "Element", "Found", "PlainElement", "element_texts"),
-    "kproxy_core.nft.expressions": ("HeldSet", "Looked", "Ruleset"),
+    "kproxy_core.nft.expressions": (
+        "CERTAIN", "HOOKS", "BaseChain", "Branch", "HeldSet", "Looked", "Part", "Prepared", "Ruleset",
+        "prepare",
+    ),
     "kproxy_core.nft.fake": ("BATCH_BEGIN", "FakeKernel"),
-    "kproxy_core.nft.interpret": ("End", "Fate", "Limits", "Program", "Result"),
+    "kproxy_core.nft.interpret": ("End", "Fate", "Limits", "Program", "Result", "Way", "is_translated"),
     "kproxy_core.nft.listing": ("HeldTable",),
     "kproxy_core.nft.messages": ("ABSENT", "Command", "commands_text", "transaction"),
     "kproxy_core.nft.objects": (
@@ -62,17 +65,18 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "Object", "Table",
     ),
     "kproxy_core.nft.packet": (
-        "LOOPBACK", "NO_INTERFACE", "RTN_LOCAL", "RTN_UNICAST", "Flow", "Interface", "Node", "Number",
-        "Packet", "Place", "Route", "Seen", "Status",
+        "LOOPBACK", "NO_INTERFACE", "RTN_LOCAL", "RTN_UNICAST", "Answer", "Depends", "Flow", "Interface",
+        "Node", "Number", "Packet", "Place", "Route", "Seen", "Share", "Status", "Translation", "translated",
     ),
     "kproxy_core.nft.rules": (
         "ADDRESS", "DESTINATION_PORT", "DESTINATION_PORT_OF", "DROP", "INPUT_INTERFACE", "INTEGER",
-        "L4_PROTOCOL", "MASQUERADE", "NFT_GOTO", "NFT_JUMP", "NF_DROP", "ORIGINAL_PORT", "PORT", "PROTOCOL",
-        "RESET", "SOURCE_PORT_OF", "VERDICT", "DataType", "Field", "Key", "Rule", "Statement", "Verdict",
-        "among", "count", "ct_state", "ct_status", "destination_address", "differs", "dnat_to_address",
-        "dnat_to_endpoint", "dnat_to_port", "equals", "flip_mark", "goto", "has_mark", "hashed", "is_local",
-        "jump", "offload", "original_destination", "original_source", "random_number", "redirect_to_port",
-        "reject", "rule_text", "set_mark", "source_address", "update", "vmap",
+        "L4_PROTOCOL", "MASQUERADE", "NFT_CONTINUE", "NFT_GOTO", "NFT_JUMP", "NFT_RETURN", "NF_ACCEPT",
+        "NF_DROP", "ORIGINAL_PORT", "PORT", "PROTOCOL", "RESET", "SOURCE_PORT_OF", "VERDICT", "DataType",
+        "Field", "HeldRule", "Key", "Rule", "Statement", "Verdict", "among", "count", "ct_state", "ct_status",
+        "destination_address", "differs", "dnat_to_address", "dnat_to_endpoint", "dnat_to_port", "equals",
+        "flip_mark", "goto", "has_mark", "hashed", "is_local", "jump", "offload", "original_destination",
+        "original_source", "random_number", "redirect_to_port", "reject", "rule_text", "set_mark",
+        "source_address", "update", "vmap",
     ),
     "kproxy_core.nft.ruleset": ("ListedRuleset", "TableRuleset", "WrittenRuleset"),
     "kproxy_core.nft.transaction": (
@@ -81,4 +85,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "unwanted",
     ),
     "kproxy_core.nft.watch": ("Change", "ChangeKind", "Commit", "CommitWatch", "generation"),
+    "kproxy_core.nft.xt": (
+        "WITHOUT_EFFECT", "Effect", "Sight", "Target", "Test", "Unreadable", "address_type", "changed_mark",
+        "negated", "redirected", "to_interface",
+    ),
 }

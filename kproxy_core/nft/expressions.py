@@ -335,8 +335,12 @@ class Prepared(NamedTuple):
     steps: tuple["_Step", ...]
 
 
-def prepare(place: Place, expressions: Iterable[Expression]) -> Prepared:
-    return Prepared(place, tuple(map(_prepared, expressions)))
+Part = Expression | xt.Test | xt.Target | Verdict
+"""A part of a rule: an expression that the kernel lists, or a match, target or verdict in iptables' text."""
+
+
+def prepare(place: Place, parts: Iterable[Part]) -> Prepared:
+    return Prepared(place, tuple(map(_prepared, parts)))
 
 
 def run(around: Around, rule: Prepared, branch: Branch) -> list["Run"]:
@@ -856,7 +860,10 @@ class Run:
         return self._decide(xt.match(name, _u32(found.get(2, b"")), found.get(3, b""), self._sight))
 
     def _target(self, found: Attributes) -> Sequence["Run"]:
-        effect = xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight)
+        return self._apply(
+            xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight))
+
+    def _apply(self, effect: xt.Effect) -> Sequence["Run"]:
         self.seen, self.rejects = effect.seen, effect.rejects
         if effect.translation is not None:
             return self._translate(effect.translation)
@@ -910,8 +917,14 @@ _Step = tuple[str, _Execute]
 """The name of an expression, and what executes it."""
 
 
-def _prepared(expression: Expression) -> _Step:
-    name, found = expression
+def _prepared(part: Part) -> _Step:
+    if isinstance(part, Verdict):
+        return "verdict", lambda run: setattr(run, "verdict", part)
+    if isinstance(part, xt.Target):
+        return "target", lambda run: run._apply(part.act(run._sight))
+    if not isinstance(part, Expression):
+        return "match", _matching(part)
+    name, found = part
     try:
         if name in _READERS:
             return name, _READERS[name](found)
@@ -923,6 +936,16 @@ def _prepared(expression: Expression) -> _Step:
     if name in _WITHOUT_EFFECT:
         return name, lambda run: None
     return name, lambda run: run._strange(name)
+
+
+def _matching(test: xt.Test) -> _Execute:
+    def execute(run: Run) -> Sequence[Run] | None:
+        answer = test(run._sight)
+        if answer is False:
+            run.verdict = _BREAK
+        return None if isinstance(answer, bool) else run._decide(answer)
+
+    return execute
 
 
 def _payload(found: Attributes) -> _Execute:

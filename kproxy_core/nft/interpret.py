@@ -63,6 +63,8 @@ from kproxy_core.nft.xt import STOLEN, UNKNOWN
 class Fate(enum.Enum):
     """The end of a packet's way."""
 
+    __hash__ = object.__hash__  # Enum's is a Python function.
+
     DELIVERED = "delivered"
     """To this node's sockets."""
     SENT = "sent"
@@ -151,14 +153,16 @@ class Program:
         if (found := self._chains.get((hook, family))) is None:
             # Of chains with the same priority, the last one made is the first one met.
             found = sorted(
-                (chain for chain in reversed(self._ruleset.base_chains())
+                (chain for chain in reversed(self.base_chains())
                  if chain.hook == hook and chain.family in ("inet", family)),
                 key=lambda chain: chain.priority)
             self._chains[hook, family] = found
         return found
 
-    def prepared(self, family: str, table: str, chain: str) -> list[Prepared]:
-        """Return the rules of a chain. Raises OSError."""
+    def prepared(
+        self, family: str, table: str, chain: str, branches: Sequence[Branch]
+    ) -> Iterable[Prepared]:
+        """Return the rules of a chain, at least those that apply to one of *branches*. Raises OSError."""
         key = family, table, chain
         if (found := self._rules.get(key)) is None:
             found = self._rules[key] = [
@@ -243,14 +247,23 @@ class Way:
         return tuple(self._ends.values())
 
     def run(self, first: Branch) -> None:
+        self.follow(self.enter(first))
+
+    def enter(self, first: Branch) -> list[Branch]:
+        """Return the packets that pass the first hook, which may translate the destination."""
         if not first.seen.is_from_node:
             arrived = [first.of(first.seen._replace(output=NO_INTERFACE))]
-            self._received(self.hook("prerouting", self._at_device("ingress", arrived)))
-            return
+            return self.hook("prerouting", self._at_device("ingress", arrived))
         routed = [_leaving(branch) for branch in self._routed([first])]
-        leaving = [_leaving(branch) for branch in self.hook("output", routed)]
+        return [_leaving(branch) for branch in self.hook("output", routed)]
+
+    def follow(self, branches: Sequence[Branch]) -> None:
+        """Follow packets that have passed the first hook to their ends."""
+        if not branches or not branches[0].seen.is_from_node:
+            self._received(branches)
+            return
         looped = []
-        for branch in self.hook("postrouting", leaving):
+        for branch in self.hook("postrouting", branches):
             output = branch.seen.output
             to_itself, sent = _either_way(branch) if output is None else (branch, branch)
             if output is None or output == LOOPBACK:
@@ -419,7 +432,7 @@ class Way:
         current = branches
         behind: list[Branch] = []
         at_first = self._changes
-        for rule in self._program.prepared(base.family, base.table, name):
+        for rule in self._program.prepared(base.family, base.table, name, branches):
             if not current:
                 break
             self.rules.add(rule.place)
@@ -448,8 +461,8 @@ class Way:
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
                     fallen = self._as_served(found) if base.type == "nat" else found
-                    accepted += [each for each in fallen if _is_translated(each.seen)]
-                    fallen = [each for each in fallen if not _is_translated(each.seen)]
+                    accepted += [each for each in fallen if is_translated(each.seen)]
+                    fallen = [each for each in fallen if not is_translated(each.seen)]
                     self._changes += 1
                 else:
                     entering = self._joined_since(before, found, [])
@@ -554,8 +567,9 @@ def _translatable(branches: Iterable[Branch], bit: Status, finished: list[Branch
     return found
 
 
-def _is_translated(seen: Seen) -> bool:
-    return seen.connection is not None and bool(seen.connection.status & Status.DST_NAT)
+def is_translated(seen: Seen, which: Status = Status.DST_NAT) -> bool:
+    """Return whether the destination has been changed, or with SRC_NAT the source."""
+    return seen.connection is not None and bool(seen.connection.status & which)
 
 
 def _decided(seen: Seen, bit: Status) -> Seen:

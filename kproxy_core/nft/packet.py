@@ -256,17 +256,6 @@ class Route(NamedTuple):
     """Why a packet does not pass, without a route."""
 
 
-class Node(NamedTuple):
-    """What is known of the node whose rules a packet meets."""
-
-    route: Callable[[Address, Number], Route | None]
-    """Returns the route to an address for packets with a mark; None: not known."""
-    addresses: Callable[[Interface, Family], Sequence[Address]] = lambda interface, family: ()
-    """Returns the addresses of an interface, the one first that it translates to; (): not known."""
-    arriving: Callable[[Seen], Route | None] | None = None
-    """Returns the route of a packet that arrived; without it, `route` does."""
-
-
 class Depends(NamedTuple):
     """Neither yes nor no."""
 
@@ -282,6 +271,25 @@ class Share(NamedTuple):
 
 
 Answer = bool | Depends | Share
+
+
+class Node(NamedTuple):
+    """What is known of the node whose rules a packet meets."""
+
+    route: Callable[[Address, Number], Route | None]
+    """Returns the route to an address for packets with a mark; None: not known."""
+    addresses: Callable[[Interface, Family], Sequence[Address]] = lambda interface, family: ()
+    """Returns the addresses of an interface, the one first that it translates to; (): not known."""
+    in_ipset: Callable[[str, Sequence[str], Packet], int | Depends | None] = (
+        lambda name, sides, packet: Depends("match set"))
+    """Returns the mark of the packet's entry in an ipset, 0 without marks; None without an entry."""
+    is_recent: Callable[[str, Address | None], bool | Depends] = (
+        lambda name, source: Depends("match recent"))
+    """Returns whether a list of match ``recent`` holds an address."""
+    is_bridged: Callable[[Address | None], bool | Depends] = lambda source: Depends("match physdev")
+    """Returns whether packets of a sender are on a bridge's port when they meet the rules."""
+    arriving: Callable[[Seen], Route | None] | None = None
+    """Returns the route of a packet that arrived; without it, `route` does."""
 
 
 # Translation.
@@ -306,8 +314,10 @@ _OFFSET, _NETMAP = 32, 64
 _MOST_ADDRESSES = 256
 
 
-def translated(seen: Seen, translation: Translation, place: Place) -> list[tuple[Seen, float]]:
-    """Return the packet after *translation*, each with its share of connections."""
+def translated(
+    seen: Seen, translation: Translation, place: Place | None
+) -> list[tuple[Seen, float]]:
+    """Return the packet after *translation* by a rule, each with its share of connections."""
     connection = seen.connection
     if connection is None:
         return [(seen, 1.0)]
@@ -356,6 +366,8 @@ def _addresses(translation: Translation, old: Address | None) -> list[Address | 
         return [Address(bytes(
             one & ~(one ^ other) & 0xFF | kept & (one ^ other)
             for one, other, kept in zip(first, last, old, strict=True)))]
+    if first == last:
+        return [first]
     low, high = int.from_bytes(first, "big"), int.from_bytes(last, "big")
     if not 0 <= high - low < _MOST_ADDRESSES:
         return [None]

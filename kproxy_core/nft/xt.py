@@ -1,4 +1,8 @@
-"""Matches and targets of iptables, as rules of nf_tables hold them (linux/netfilter/xt_*.h). Pure."""
+"""Matches and targets of iptables (linux/netfilter/xt_*.h), and how a packet meets them. Pure.
+
+Rules of nf_tables hold them as bytes: see `match` and `target`. A program that reads the text of
+iptables-save makes a `Test` and a `Target` of it.
+"""
 
 import struct
 import sys
@@ -50,6 +54,21 @@ class Sight(NamedTuple):
     def leaves_by(self) -> Interface | None:
         return NO_INTERFACE if self.hook in ("prerouting", "input") else self.seen.output
 
+    @property
+    def dialled(self) -> Flow:
+        """Return addresses and ports as the packet was sent."""
+        connection = self.seen.connection
+        return self.seen.packet.flow if connection is None else connection.original
+
+    @property
+    def conntrack_state(self) -> Number:
+        """Return the bits of XT_CONNTRACK_STATE_*, or why they are not known."""
+        state, connection = self.state(_XT_STATES), self.seen.connection
+        if isinstance(state, str) or connection is None:
+            return state
+        return state | (_XT_SNAT if connection.status & 16 else 0) | (
+            _XT_DNAT if connection.status & 32 else 0)
+
     def route(self, address: Address | None) -> Route | None:
         return None if address is None else self.node.route(address, self.seen.mark)
 
@@ -70,6 +89,14 @@ class StateBits(NamedTuple):
         if tracking is Tracking.TRACKED:
             return self.new
         return self.untracked if tracking is Tracking.UNTRACKED else "ct zone"
+
+
+Test = Callable[[Sight], Answer]
+"""Returns whether a packet matches."""
+
+
+def negated(test: Test) -> Test:
+    return lambda sight: _inverted(test(sight), True)
 
 
 class Unreadable(Exception):
@@ -126,12 +153,9 @@ def _conntrack(sight: Sight, revision: int, info: bytes) -> Answer:
         raise Unreadable("match conntrack")
     protocol, *ports, flags, inverted = struct.unpack_from("=7H", info, 136)
     states, statuses = struct.unpack_from("=2B" if revision == 1 else "=2H", info, 150)
-    state = sight.state(_XT_STATES)
+    state, connection = sight.conntrack_state, seen.connection
     if isinstance(state, str):
         return Depends(state)
-    connection = seen.connection
-    if connection is not None:
-        state |= (_XT_SNAT if connection.status & 16 else 0) | (_XT_DNAT if connection.status & 32 else 0)
     if flags & _STATE and bool(states & state) is bool(inverted & _STATE):
         return False
     if connection is None:
@@ -369,7 +393,10 @@ def _statistic(sight: Sight, revision: int, info: bytes) -> Answer:
 
 def _recent(sight: Sight, revision: int, info: bytes) -> Answer:
     does, inverted = struct.unpack_from("=2B", info, 8)
-    return not inverted if does & _RECENT_SET else Depends("match recent")
+    if does & _RECENT_SET:
+        return not inverted
+    name = info[10:210].split(b"\0")[0].decode(errors="replace")
+    return _inverted(sight.node.is_recent(name, sight.seen.packet.flow.source), inverted)
 
 
 _RECENT_SET = 2
@@ -398,10 +425,17 @@ class Effect(NamedTuple):
     rejects: bool = False
 
 
+class Target(NamedTuple):
+    """The target of a rule in iptables' text."""
+
+    act: Callable[[Sight], Effect]
+    """Returns what it does with a packet. Raises Unreadable."""
+
+
 def target(name: str, revision: int, info: bytes, sight: Sight) -> Effect:
     """Return the effect of a target. Raises Unreadable."""
     seen = sight.seen
-    if name in _WITHOUT_EFFECT:
+    if name in WITHOUT_EFFECT:
         return Effect(seen)
     known = _TARGETS.get(name)
     if known is None:
@@ -412,7 +446,7 @@ def target(name: str, revision: int, info: bytes, sight: Sight) -> Effect:
         raise Unreadable(f"target {name}") from None
 
 
-_WITHOUT_EFFECT: Final = frozenset({
+WITHOUT_EFFECT: Final = frozenset({
     "AUDIT", "CHECKSUM", "CLASSIFY", "CONNSECMARK", "DSCP", "HL", "IDLETIMER", "LED", "LOG", "NFLOG",
     "RATEEST", "SECMARK", "SET", "TCPMSS", "TCPOPTSTRIP", "TEE", "TOS", "TRACE", "TTL", "ULOG", "ECN",
 })  # fmt: skip
@@ -423,10 +457,10 @@ def _set_mark(sight: Sight, revision: int, info: bytes) -> Effect:
     if revision != 2:
         raise Unreadable("target MARK")
     mark, mask = struct.unpack_from("=II", info)
-    return Effect(sight.seen._replace(mark=_changed(sight.seen.mark, mask, mark)))
+    return Effect(sight.seen._replace(mark=changed_mark(sight.seen.mark, mask, mark)))
 
 
-def _changed(old: Number, mask: int, new: Number) -> Number:
+def changed_mark(old: Number, mask: int, new: Number) -> Number:
     if isinstance(new, str):
         return new
     if mask == 0xFFFFFFFF:
@@ -447,10 +481,10 @@ def _set_connmark(sight: Sight, revision: int, info: bytes) -> Effect:
         return Effect(seen)
     if mode == 2:
         restored = connection.mark & mask if isinstance(connection.mark, int) else connection.mark
-        return Effect(seen._replace(mark="CONNMARK" if shift else _changed(seen.mark, packets, restored)))
+        return Effect(seen._replace(mark="CONNMARK" if shift else changed_mark(seen.mark, packets, restored)))
     saved = seen.mark & packets if isinstance(seen.mark, int) else seen.mark
     given = saved if mode == 1 else mark
-    new = "CONNMARK" if shift else _changed(connection.mark, mask, given)
+    new = "CONNMARK" if shift else changed_mark(connection.mark, mask, given)
     return Effect(seen._replace(connection=connection._replace(mark=new)))
 
 

@@ -3,10 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 from kproxy_core.contract import (
     Address,
+    Destination,
     EndpointShare,
     Fate,
     Frontend,
@@ -20,6 +20,8 @@ from kproxy_core.contract import (
     kind_of,
     parse_address,
 )
+from kproxy_core.nft.interpret import is_translated
+from kproxy_core.nft.packet import Status
 from kproxy_iptables import kernel
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.settings import Settings
@@ -28,7 +30,7 @@ from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables import tables as over_netlink
 from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables, Unusable
-from kproxy_xtables.walk import Ruleset, Skb, Walk
+from kproxy_xtables.walk import Ruleset, Walk
 
 _FEW = 12
 """Limit for the packets for which single chains are read."""
@@ -63,7 +65,7 @@ def frontends(tables: Tables) -> list[Frontend]:
     ruleset = _OnDemand(tables) if tables.variant.nft else Ruleset(tables.chains())
     places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))
     found: dict[Frontend, None] = {}
-    for rule in (rule for place in places for rule in ruleset.rules(*place)):
+    for rule in (rule for place in places for rule in ruleset.texts(*place)):
         match = _DIALLED.match(rule)
         if match and match[4].startswith(_OF_SERVICES):
             address = parse_address(match[1]) if match[1] else None
@@ -95,7 +97,7 @@ class _OnDemand(_Rules):
             with ThreadPoolExecutor(2) as pool:
                 self._read = dict(zip(wanted, pool.map(lambda key: self._one(*key), wanted), strict=True))
 
-    def rules(self, table: str, chain: str) -> Sequence[str]:
+    def texts(self, table: str, chain: str) -> Sequence[str]:
         if self._all is None and len(self._read) >= _MOST_READ and (table, chain) not in self._read:
             self._all = self._tables.chains()
         if self._all is not None:
@@ -130,42 +132,35 @@ def _written(question: Question, settings: Settings) -> dict[ChainKey, list[str]
 
 
 def _side(question: Question, ruleset: Ruleset) -> KernelSide:
-    walk = Walk(ruleset, question.node, question.addresses)
-    fate = follow(question, walk)
+    walk = Walk(ruleset, question)
+    fate = follow(walk)
+    remembered = None
+    if walk.lists:  # The shares are those of new clients.
+        choices = follow(Walk(ruleset, question, is_pinned=True)).choices
+        remembered = choices[0].where if choices else None
     return KernelSide(
-        tuple(walk.objects), None if walk.strange else fate, walk.remembered, _deviation(question))
+        tuple(walk.objects), fate if walk.is_certain else None, remembered, _deviation(question))
 
 
-def follow(question: Question, walk: Walk) -> Fate:
+def follow(walk: Walk) -> Fate:
     """Return the fate of a packet that the nat table may translate."""
-    outgoing = question.packet.origin is Origin.NODE
-    choices: dict[object, EndpointShare] = {}
-    ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Skb.of(question.packet))
-    for end in ends:
-        skb = end.skb
-        outcome, masqueraded = end.outcome, False
-        if outcome is None:
-            to_node = walk.is_local(skb.destination)
-            chains = _chains_after(outgoing, to_node, skb.translated)
-            outcome, masqueraded = walk.onward(chains, skb)
-        if outcome is not None:
-            return Fate(outcome, walk.reason)
-        if skb.translated:
-            where = skb.where
-            known = choices.get(where)
-            choices[where] = EndpointShare(where, end.share + (known.share if known else 0.0), masqueraded)
+    choices: dict[Destination, EndpointShare] = {}
+    passed = walk.enter(walk.start())
+    ended = walk.ended
+    for branch in passed:
+        rest = walk.rest(branch)
+        ended = ended or rest.ended
+        address, port = branch.seen.packet.flow.destination, branch.seen.packet.flow.port
+        if not is_translated(branch.seen) or address is None or port is None:
+            continue
+        where = Destination(address, port)
+        for end in rest.ends:
+            if end.place is None:
+                share = end.share * branch.chance.share + (choices[where].share if where in choices else 0.0)
+                choices[where] = EndpointShare(where, share, is_translated(end.seen, Status.SRC_NAT))
     if choices:
         return Fate(Outcome.FORWARDED, walk.reason, tuple(choices.values()))
-    return Fate(Outcome.UNTOUCHED, "no rule applies")
-
-
-@cache
-def _chains_after(outgoing: bool, to_node: bool, translated: bool) -> tuple[ChainKey, ...]:
-    """Return the built-in chains that follow the nat table's first one."""
-    last = ["INPUT"] if to_node else [] if outgoing else ["FORWARD"]
-    hooks = ["OUTPUT", *last] if outgoing else last
-    leaves = outgoing or not to_node
-    return *((FILTER, hook) for hook in hooks), *[(NAT, "POSTROUTING")] * (translated and leaves)
+    return ended or Fate(Outcome.UNTOUCHED, "no rule applies")
 
 
 def _deviation(question: Question) -> str:

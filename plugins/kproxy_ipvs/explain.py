@@ -22,6 +22,11 @@ from kproxy_core.contract import (
     format_socket,
     kind_of,
 )
+from kproxy_core.nft.expressions import Branch
+from kproxy_core.nft.interpret import is_translated
+from kproxy_core.nft.packet import Number, Status, translated
+from kproxy_core.nft.packet import Packet as Headers
+from kproxy_core.nft.packet import Translation as NatTranslation
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.kernel import connections, device, sets
 from kproxy_ipvs.kernel.servers import VirtualServers
@@ -32,7 +37,7 @@ from kproxy_ipvs.wanted import ServerKey, make_style
 from kproxy_xtables.rules import RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import Ruleset, Skb, Walk, network
+from kproxy_xtables.walk import Ruleset, Walk, network
 
 Weights = Mapping[Destination, int]
 
@@ -77,10 +82,10 @@ def frontends(family: Family) -> list[Frontend]:
 
 def side_of(question: Question, state: State) -> KernelSide:
     rules = _Rules(question.node.family, state)
-    walk = Walk(rules, question.node, question.addresses, bound=state.local)
+    walk = Walk(rules, question, bound=state.local)
     fate, remembered = _follow(question.packet, walk, state)
     return KernelSide(
-        tuple(walk.objects), None if walk.strange else fate, remembered, _deviation(question, state),
+        tuple(walk.objects), fate if walk.is_certain else None, remembered, _deviation(question, state),
         Translation.VIRTUAL_SERVER)
 
 
@@ -99,22 +104,22 @@ def _deviation(question: Question, state: State) -> str:
 
 class _Rules(Ruleset):
     def __init__(self, family: Family, state: State) -> None:
-        super().__init__(state.rules)
+        super().__init__(state.rules, (MANGLE, NAT, FILTER))
         self._state = state
         self._kinds = {kind.full_name(family): kind for kind in SETS}
 
-    def in_set(self, name: str, sides: Sequence[str], packet: Skb) -> int | None:
+    def in_ipset(self, name: str, sides: Sequence[str], packet: Headers) -> int | None:
         kind = self._kinds.get(name)
         entries = self._state.sets.get(kind, {}) if kind is not None else {}
-        if kind is None or not entries:
+        source, destination, _, port = packet.flow
+        if kind is None or not entries or source is None or destination is None:
             return None
-        source = packet.packet.source
-        address = format_address(source if sides[0] == "src" else packet.destination)
+        address = format_address(source if sides[0] == "src" else destination)
         if kind.type == "bitmap:port":
-            return entries.get(str(packet.port))
+            return entries.get(str(port))
         if kind.type == "hash:ip":
             return entries.get(address)
-        entry = f"{address},{packet.packet.protocol.name.lower()}:{packet.port}"
+        entry = f"{address},{Protocol(packet.protocol).name.lower()}:{port}"
         if kind.type == "hash:ip,port":
             return entries.get(entry)
         if kind.type == "hash:ip,port,ip":
@@ -123,25 +128,20 @@ class _Rules(Ruleset):
         return 0 if any(source in network(text) for text in sources) else None
 
 
-def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination | None]:
+def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate | None, Destination | None]:
     """Return the fate of *packet* and its remembered endpoint. No rule of this mode chooses at random."""
-    outgoing = packet.origin is Origin.NODE
-    hook = "OUTPUT" if outgoing else "PREROUTING"
-    skb = Skb.of(packet)
-    for table in (MANGLE, NAT):
-        (end,) = walk.through(table, hook, skb)
-        if end.outcome is not None:
-            return Fate(end.outcome, walk.reason), None
-        skb = end.skb
-    key, servers = _server(packet, skb, state)
-    to_node = walk.is_local(packet.destination)
+    outgoing, to_node = packet.origin is Origin.NODE, walk.is_local(packet.destination)
+    start = walk.start()
     if outgoing and to_node:  # The kernel chooses the local address that is dialled as source.
-        skb = skb._replace(packet=packet._replace(source=packet.destination))
-    hooks = ["OUTPUT"] if outgoing else ["INPUT" if to_node else "FORWARD"]
-    for hook in [*hooks, "INPUT"] if outgoing and to_node and servers is None else hooks:
-        (end,) = walk.through(FILTER, hook, skb)
-        if end.outcome is not None:
-            return Fate(end.outcome, walk.reason), None
+        start = _sent_by_itself(start)
+    branches = walk.hook("output" if outgoing else "prerouting", [start])
+    if not branches:
+        return walk.ended, None
+    key, servers = _server(packet, branches[0].seen.mark, state)
+    if not outgoing or (to_node and servers is None):
+        branches = walk.hook("input" if to_node else "forward", branches)
+    if not branches:
+        return walk.ended, None
     if servers is None:
         return Fate(Outcome.UNTOUCHED, "no virtual server"), None
     if not (outgoing or to_node):
@@ -156,21 +156,38 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     total = sum(usable.values())
     choices = []
     for where, weight in usable.items():
-        translated = Skb(skb.packet, where.address, where.port, skb.mark, translated=True)
+        sent = [_sent_to(where, branch) for branch in branches]
         if outgoing or not walk.is_local(where.address):
-            (end,) = walk.through(NAT, "POSTROUTING", translated)
-            translated = end.skb
-        choices.append(EndpointShare(where, weight / total, translated.masqueraded))
+            sent = walk.hook("postrouting", sent)
+        masqueraded = any(is_translated(each.seen, Status.SRC_NAT) for each in sent)
+        choices.append(EndpointShare(where, weight / total, masqueraded))
     remembered = state.remembered(key, packet.source)
     # net.ipv4.vs.expire_quiescent_template, which this mode and kube-proxy set, makes IPVS forget the others.
     return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), (
         remembered if remembered in usable else None)
 
 
-def _server(packet: Packet, skb: Skb, state: State) -> tuple[ServerKey, Weights | None]:
+def _sent_by_itself(branch: Branch) -> Branch:
+    """Return a packet of the node with its destination as source."""
+    packet = branch.seen.packet
+    flow = packet.flow._replace(source=packet.flow.destination)
+    return branch.of(branch.seen._replace(packet=packet.with_flow(flow)))
+
+
+def _sent_to(where: Destination, branch: Branch) -> Branch:
+    """Return a packet as a virtual server translates it."""
+    translation = NatTranslation(False, where.address, where.address, (where.port, where.port))
+    seen, connection = branch.seen, branch.seen.connection
+    if connection is not None:  # It takes packets before nat's chain INPUT.
+        seen = seen._replace(connection=connection._replace(status=connection.status & ~Status.SRC_NAT_DONE))
+    ((seen, _),) = translated(seen, translation, None)
+    return branch.of(seen)
+
+
+def _server(packet: Packet, mark: Number, state: State) -> tuple[ServerKey, Weights | None]:
     """Return the virtual server of a packet: IPVS looks up marks before addresses."""
-    if skb.mark:
-        key = ServerKey.marked(packet.family, skb.mark)
+    if mark and isinstance(mark, int):
+        key = ServerKey.marked(packet.family, mark)
         servers = state.find(key)
         if servers is not None:
             return key, servers

@@ -1,1 +1,1 @@
-"""Objects and elements of nf_tables tables, and counters of their sets, shared by backends. Knows no mode."""
+"""Tables of nf_tables, counters of their sets, and packets of questions, for all backends. Knows no mode."""

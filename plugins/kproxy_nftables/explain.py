@@ -19,7 +19,6 @@ from kproxy_core.contract import (
     KernelObject,
     KernelSide,
     NodeView,
-    Origin,
     Outcome,
     Question,
     ServicePlan,
@@ -32,26 +31,13 @@ from kproxy_core.linux.rulesets import KUBE_PROXY_TABLE, has_kube_proxy
 from kproxy_core.nft.alike import Example, Names, NoLike, compared_with
 from kproxy_core.nft.elements import Element, element_texts
 from kproxy_core.nft.expressions import HeldSet, Looked, Ruleset
-from kproxy_core.nft.interpret import End, Limits, Program, Result
+from kproxy_core.nft.interpret import End, Limits, Program, Result, is_translated
 from kproxy_core.nft.interpret import Fate as KernelFate
 from kproxy_core.nft.objects import Chain, Table
-from kproxy_core.nft.packet import (
-    LOOPBACK,
-    NO_INTERFACE,
-    RTN_LOCAL,
-    RTN_UNICAST,
-    Flow,
-    Interface,
-    Node,
-    Number,
-    Packet,
-    Place,
-    Route,
-    Seen,
-    Status,
-)
+from kproxy_core.nft.packet import Node, Place, Status
 from kproxy_core.nft.rules import INTEGER, DataType, Rule, Verdict, rule_text
 from kproxy_core.nft.ruleset import TableRuleset, WrittenRuleset
+from kproxy_nft.packets import first_seen, routes
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, TABLE, VIPS, Template, parse_template
@@ -120,33 +106,16 @@ def _written(question: Question, settings: Settings) -> KernelSide:
 
 # The packet's way.
 
-_UPLINK: Final = Interface("?", 2)
-"""Of all hosts but pods."""
-
 
 def _followed(question: Question, program: Program) -> Result:
     """Return what becomes of a packet."""
-    packet, node = question.packet, question.node
-
-    def route(address: Address, _mark: Number) -> Route:
-        is_local = is_own(address, node, question.addresses)
-        return Route(RTN_LOCAL, LOOPBACK) if is_local else Route(RTN_UNICAST, _UPLINK)
-
-    arrived, local = _UPLINK, node.local_source
-    if packet.origin is Origin.NODE:
-        arrived = NO_INTERFACE
-    elif packet.origin is Origin.POD and local is not None and local.cidr is None:
-        arrived = Interface(local.interface or f"{local.interface_prefix}0", 3)
-    flow = Flow(packet.source, packet.destination, None, packet.port)
-    seen = Seen(Packet.of(packet.family, packet.protocol, flow), arrived, NO_INTERFACE,
-                is_from_node=packet.origin is Origin.NODE)
-    return program.interpret(seen, Node(route))
+    return program.interpret(first_seen(question), Node(routes(question)))
 
 
 def _endpoint(end: End) -> Destination | None:
     """Return the endpoint that the packet reaches; None if it ends before, or is not translated."""
-    connection, flow = end.seen.connection, end.seen.packet.flow
-    if end.place is not None or connection is None or not connection.status & Status.DST_NAT:
+    flow = end.seen.packet.flow
+    if end.place is not None or not is_translated(end.seen):
         return None
     if flow.destination is None or flow.port is None:
         return None
@@ -231,10 +200,9 @@ class _Ways:
     def _fate(self, ends: Sequence[End], objects: Sequence[KernelObject]) -> Fate:
         choices: dict[Destination, EndpointShare] = {}
         for end in ends:
-            if (where := _endpoint(end)) is not None and end.seen.connection is not None:
+            if (where := _endpoint(end)) is not None:
                 share = end.share + (choices[where].share if where in choices else 0)
-                is_masqueraded = bool(end.seen.connection.status & Status.SRC_NAT)
-                choices[where] = EndpointShare(where, share, is_masqueraded)
+                choices[where] = EndpointShare(where, share, is_translated(end.seen, Status.SRC_NAT))
         if choices:
             return Fate(Outcome.FORWARDED, _last(objects), tuple(choices.values()))
         for end in ends:

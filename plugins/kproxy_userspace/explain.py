@@ -16,7 +16,6 @@ from kproxy_core.contract import (
     KernelSide,
     Origin,
     Outcome,
-    Packet,
     Protocol,
     Question,
     Translation,
@@ -27,6 +26,7 @@ from kproxy_core.contract import (
     parse_address,
 )
 from kproxy_core.linux.relay.orders import Endpoint
+from kproxy_core.nft.interpret import is_translated
 from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules, nft_element_text
 from kproxy_userspace.kernel.portals import bridged_sources, read_portals, unaddressed_interface
@@ -35,7 +35,7 @@ from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
-from kproxy_xtables.walk import Ruleset, Skb, Walk
+from kproxy_xtables.walk import Ruleset, Walk
 
 Relays = Mapping[LocalPort, Relay]
 """The relays of this process by local port."""
@@ -116,10 +116,9 @@ def _as_written(
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
-    rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)))
-    written = Walk(rules, node, question.addresses, bridged=bridged)
-    (end,) = written.through("nat", _hook(packet), Skb.of(packet))
-    relay_of_packet = next(iter(relays.values()), None) if end.skb.translated else None
+    rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)), ("nat",))
+    written = Walk(rules, question, bridged=bridged)
+    relay_of_packet = None if _redirected_to(written) is None else next(iter(relays.values()), None)
     return _side(relay_of_packet, 0, list(written.objects))
 
 
@@ -160,9 +159,8 @@ class _Portals:
         """Return the local port that the packet is redirected to, 0 for none, and the objects it meets."""
         packet = question.packet
         if self.rules:
-            walk = Walk(Ruleset(self.rules), question.node, question.addresses, bridged=self.bridged)
-            (end,) = walk.through("nat", _hook(packet), Skb.of(packet))
-            return end.skb.local or (end.skb.port if end.skb.translated else 0), list(walk.objects)
+            walk = Walk(Ruleset(self.rules, ("nat",)), question, bridged=self.bridged)
+            return _redirected_to(walk) or 0, list(walk.objects)
         address, protocol, port = packet.destination, packet.protocol, packet.port
         dialled = self.redirects.get(Frontend(address, protocol, port), [])
         if is_own(address, question.node, question.addresses):
@@ -186,8 +184,11 @@ def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey
     return found
 
 
-def _hook(packet: Packet) -> str:
-    return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
+def _redirected_to(walk: Walk) -> int | None:
+    """Return the port to which the packet is translated; None: it is not."""
+    start = walk.start()
+    passed = walk.hook("output" if start.seen.is_from_node else "prerouting", [start])
+    return next((branch.seen.packet.flow.port for branch in passed if is_translated(branch.seen)), None)
 
 
 def _ends(side: KernelSide) -> tuple[Outcome, set[EndpointShare]] | None:

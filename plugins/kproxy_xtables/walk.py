@@ -1,98 +1,93 @@
-"""The path of a packet through iptables rules as iptables-save prints them. Pure."""
+"""The path of a packet through iptables rules as iptables-save prints them. Pure.
+
+A rule is read once, into parts that `kproxy_core.nft.interpret` follows.
+"""
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kproxy_core.contract import (
     Address,
+    Cidr,
     Destination,
+    Fate,
     KernelObject,
-    NodeView,
-    Origin,
     Outcome,
-    Packet,
     Protocol,
+    Question,
     format_address,
-    is_own,
     parse_network,
 )
+from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, HeldSet, Part, Prepared, prepare
+from kproxy_core.nft.interpret import Fate as EndFate
+from kproxy_core.nft.interpret import Program, Way
+from kproxy_core.nft.packet import (
+    RTN_LOCAL,
+    Answer,
+    Depends,
+    Interface,
+    Node,
+    Number,
+    Place,
+    Seen,
+    Share,
+    Translation,
+)
+from kproxy_core.nft.packet import Packet as Headers
+from kproxy_core.nft.rules import (
+    NF_ACCEPT,
+    NF_DROP,
+    NFT_CONTINUE,
+    NFT_GOTO,
+    NFT_JUMP,
+    NFT_RETURN,
+    HeldRule,
+    Verdict,
+)
+from kproxy_core.nft.xt import (
+    WITHOUT_EFFECT,
+    Effect,
+    Sight,
+    Target,
+    Test,
+    Unreadable,
+    address_type,
+    changed_mark,
+    negated,
+    redirected,
+    to_interface,
+)
+from kproxy_nft.packets import first_seen, routes
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 
 # Rules: the matches and targets that the backends use.
 
 
-class Skb(NamedTuple):
-    """A packet with its current destination, mark and translation."""
-
-    packet: Packet
-    """The packet as it was sent."""
-    destination: Address
-    port: int
-    mark: int = 0
-    translated: bool = False
-    masqueraded: bool = False
-    local: int = 0
-    """The port of this node to which it was redirected; 0: it was not."""
-
-    @classmethod
-    def of(cls, packet: Packet) -> "Skb":
-        return cls(packet, packet.destination, packet.port)
-
-    @property
-    def where(self) -> Destination:
-        return Destination(self.destination, self.port)
-
-
-class Branch(NamedTuple):
-    """One of the paths that a packet may take through a chain."""
-
-    share: float
-    done: Outcome | Literal[True] | None
-    """True: accepted; None: no verdict, the calling chain continues."""
-    skb: Skb
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The verdict; None: the packet continues."""
-        return self.done if isinstance(self.done, Outcome) else None
-
-
-Test = Callable[["Walk", Skb], bool]
-Act = Callable[["Walk", Skb], Branch]
-
-
 class ParsedRule(NamedTuple):
     """The meaning of one rule."""
 
-    tests: tuple[Test, ...] = ()
-    chance: float = 1.0
-    recent: str = ""
-    """The list in which the rule looks up clients; "": none."""
-    target: str = ""
-    goto: bool = False
-    act: Act | None = None
-    """The target's effect; None: it is a chain."""
-    endpoint: Destination | None = None
-    """The new destination of a DNAT rule."""
-    places: tuple[tuple[str, str], ...] = ()
-    """Names and values of the matches on the destination's address and port."""
-    looks_further: bool = False
-    """The rule depends on more than a packet's headers, mark and origin, and the node's addresses."""
-    strange: bool = False
+    text: str
+    parts: tuple[Part, ...]
+    is_strange: bool
     """The rule has an unknown match or target."""
 
-    def matches(self, around: "Walk", skb: Skb) -> bool:
-        for test in self.tests:  # noqa: SIM110 - all() of a generator takes twice as long
-            if not test(around, skb):
-                return False
-        return True
+    @property
+    def chain(self) -> str:
+        """The chain to which the rule sends packets; "": none."""
+        last = self.parts[-1] if self.parts else None
+        return last.chain if isinstance(last, Verdict) else ""
 
 
 network = lru_cache(maxsize=4096)(parse_network)
+_PROTOCOLS = {text: int(each) for each in Protocol for text in (each.name.lower(), str(int(each)))}
+_STATES = {
+    "INVALID": 1, "ESTABLISHED": 2, "RELATED": 4, "NEW": 8, "SNAT": 64, "DNAT": 128, "UNTRACKED": 256}
+"""XT_CONNTRACK_STATE_*."""
+_TYPES = {"LOCAL": RTN_LOCAL}
 
 
 def _value_and_mask(text: str) -> tuple[int, int]:
@@ -100,100 +95,154 @@ def _value_and_mask(text: str) -> tuple[int, int]:
     return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
 
 
-def _in_network(address_of: Callable[[Skb], Address], value: str) -> Test:
-    net, (address, prefix) = network(value), network(value)
-    if prefix == len(address) * 8:
-        return lambda around, skb: address_of(skb) == address
-    return lambda around, skb: address_of(skb) in net
+def _name_and_sides(text: str) -> tuple[str, tuple[str, ...]]:
+    name, _, sides = text.partition(" ")
+    return name, tuple(sides.split(","))
 
 
-def _protocol(value: str) -> Test:
-    return lambda around, skb: skb.packet.protocol is _PROTOCOLS.get(value)
+_Read = Callable[[Sight], Any]
+"""Returns what a match looks at. None, or a text that tells why: not known."""
+_SENDER, _DESTINATION = attrgetter("seen.packet.flow.source"), attrgetter("seen.packet.flow.destination")
+_PROTOCOL = attrgetter("seen.packet.protocol")
 
 
-def _port(value: str) -> Test:
-    port = int(value)
-    return lambda around, skb: skb.port == port
+def _address_in(value: str) -> Callable[[Address], bool]:
+    net = network(value)
+    return net.network.__eq__ if net.prefix == len(net.network) * 8 else net.__contains__
 
 
-def _state(value: str) -> Test:
-    states = value.split(",")
-    return lambda around, skb: "NEW" in states or (skb.translated and "DNAT" in states)
+def _interface_is(value: str) -> Callable[[Interface], bool]:
+    prefix = value.removesuffix("+")
+    return lambda interface: interface.name == value or (
+        prefix != value and interface.name.startswith(prefix))
 
 
-def _mark(value: str) -> Test:
+def _has_mark(value: str) -> Callable[[int], bool]:
     wanted, mask = _value_and_mask(value)
-    return lambda around, skb: skb.mark & mask == wanted
+    return lambda mark: mark & mask == wanted
 
 
-_PROTOCOLS = {text: each for each in Protocol for text in (each.name.lower(), str(int(each)))}
-_TESTS: Mapping[str, Callable[[str], Test]] = {
-    "-d": partial(_in_network, attrgetter("destination")),
-    "-s": partial(_in_network, attrgetter("packet.source")),
-    "-p": _protocol,
-    "-i": lambda value: lambda around, skb: skb.packet.origin is Origin.POD,
-    "--dport": _port,
-    "--dst-type": lambda value: lambda around, skb: (
-        value == "LOCAL" and around.is_local(skb.destination)),
-    "--src-type": lambda value: lambda around, skb: (
-        value == "LOCAL" and skb.packet.origin is Origin.NODE),
-    "--ctstate": _state,
-    "--state": _state,
-    "--mark": _mark,
-    "--vaddr": partial(_in_network, attrgetter("packet.destination")),
-    "--vproto": _protocol,
-    "--vport": lambda value: lambda around, skb: skb.packet.port == int(value),
-    "--match-set": lambda value: lambda around, skb: around.set_mark(value, skb) is not None,
-    "--physdev-is-in": lambda value: lambda around, skb: around.is_bridged(skb.packet.source),
+def _in_state(value: str) -> Callable[[int], bool]:
+    states = sum(_STATES[state] for state in value.split(","))
+    return lambda state: bool(state & states)
+
+
+def _equals(value: object) -> Callable[[object], bool]:
+    return value.__eq__
+
+
+_MATCHES: Final[Mapping[str, tuple[_Read, Callable[[str], Callable[[Any], bool]]]]] = {
+    "-d": (_DESTINATION, _address_in),
+    "-s": (_SENDER, _address_in),
+    "-p": (_PROTOCOL, lambda value: _equals(_PROTOCOLS[value])),
+    "-i": (attrgetter("arrived_by"), _interface_is),
+    "--dport": (attrgetter("seen.packet.flow.port"), lambda value: _equals(int(value))),
+    "--dst-type": (
+        lambda sight: address_type(sight, _DESTINATION(sight)), lambda value: _equals(_TYPES[value])),
+    "--src-type": (
+        lambda sight: address_type(sight, _SENDER(sight)), lambda value: _equals(_TYPES[value])),
+    "--ctstate": (attrgetter("conntrack_state"), _in_state),
+    "--state": (attrgetter("conntrack_state"), _in_state),
+    "--mark": (attrgetter("seen.mark"), _has_mark),
+    "--vaddr": (attrgetter("dialled.destination"), _address_in),
+    "--vproto": (_PROTOCOL, lambda value: _equals(_PROTOCOLS[value])),
+    "--vport": (attrgetter("dialled.port"), lambda value: _equals(int(value))),
 }  # fmt: skip
-"""Known matches."""
+"""Matches of one value: what they look at, and what it has to be."""
 
 
-def _set_mark(value: str) -> Act:
-    new, mask = _value_and_mask(value)
-    return lambda around, skb: Branch(1.0, None, skb._replace(mark=(skb.mark & ~mask) ^ new))
+def _test(name: str, value: str) -> Test:
+    """Return a match. Raises KeyError or ValueError if it is not known."""
+    if name in _OTHER_MATCHES:
+        return _OTHER_MATCHES[name](value)
+    read, make = _MATCHES[name]
+    holds = make(value)
+
+    def test(sight: Sight) -> Answer:
+        found = read(sight)
+        return Depends(f"match {name}") if found is None or isinstance(found, str) else holds(found)
+
+    return test
 
 
-def _translate(value: str) -> Act:
+def _chance(value: str) -> Test:
+    yes = float(value)
+    answer = Share(yes, "match statistic") if 0 < yes < 1 else yes >= 1
+    return lambda sight: answer
+
+
+def _in_set(value: str) -> Test:
+    def test(sight: Sight) -> Answer:
+        found = sight.node.in_ipset(name, sides, sight.seen.packet)
+        return found if isinstance(found, Depends) else found is not None
+
+    name, sides = _name_and_sides(value)
+    return test
+
+
+_OTHER_MATCHES: Final[Mapping[str, Callable[[str], Test]]] = {
+    "--probability": _chance,
+    "--match-set": _in_set,
+    "--physdev-is-in": lambda value: lambda sight: sight.node.is_bridged(_SENDER(sight)),
+}
+
+
+def _dnat(value: str) -> Part:
     address, port = Destination.parse(value)
-    return lambda around, skb: Branch(  # _replace() takes three times as long.
-        1.0, True, Skb(skb.packet, address, port, skb.mark, True, skb.masqueraded, skb.local))
+    translation = Translation(False, address, address, (port, port))
+    return Target(lambda sight: Effect(sight.seen, NF_ACCEPT, translation))
 
 
-def _redirect(value: str) -> Act:
-    port = int(value)
-    return lambda around, skb: Branch(1.0, True, skb._replace(translated=True, local=port))
+def _redirect(value: str) -> Part:
+    translation = Translation(is_source=False, ports=(int(value), int(value)))
+    return Target(lambda sight: Effect(sight.seen, NF_ACCEPT, redirected(sight, translation)))
 
 
-_ACTS: Mapping[str, tuple[str, Callable[[str], Act]]] = {
-    "": ("", lambda _: lambda around, skb: Branch(1.0, None, skb)),
-    "RETURN": ("", lambda _: lambda around, skb: Branch(1.0, None, skb)),
-    "ACCEPT": ("", lambda _: lambda around, skb: Branch(1.0, True, skb)),
-    "DROP": ("", lambda _: lambda around, skb: Branch(1.0, Outcome.DROPPED, skb)),
-    "REJECT": ("", lambda _: lambda around, skb: Branch(1.0, Outcome.REFUSED, skb)),
-    "MASQUERADE": ("", lambda _: lambda around, skb: Branch(1.0, True, skb._replace(masqueraded=True))),
+def _masquerade(value: str) -> Part:
+    return Target(lambda sight: Effect(
+        sight.seen, NF_ACCEPT, to_interface(sight, sight.seen.output, Translation(is_source=True))))
+
+
+def _set_mark(value: str) -> Part:
+    mark, mask = _value_and_mask(value)
+    return Target(lambda sight: Effect(
+        sight.seen._replace(mark=changed_mark(sight.seen.mark, mask, mark))))
+
+
+def _map_set(value: str) -> Part:
+    def act(sight: Sight) -> Effect:
+        found = sight.node.in_ipset(name, sides, sight.seen.packet)
+        mark: Number = found.why if isinstance(found, Depends) else found or sight.seen.mark
+        return Effect(sight.seen._replace(mark=mark))
+
+    name, sides = _name_and_sides(value)
+    return Target(act)
+
+
+_TARGETS: Final[Mapping[str, tuple[str, Callable[[str], Part]]]] = {
+    "RETURN": ("", lambda value: Verdict(NFT_RETURN)),
+    "ACCEPT": ("", lambda value: Verdict(NF_ACCEPT)),
+    "DROP": ("", lambda value: Verdict(NF_DROP)),
+    "REJECT": ("", lambda value: Target(lambda sight: Effect(sight.seen, NF_DROP, rejects=True))),
+    "MASQUERADE": ("", _masquerade),
     "MARK": ("--set-xmark", _set_mark),
-    "SET": ("--map-set", lambda value: lambda around, skb: Branch(
-        1.0, None, skb._replace(mark=around.set_mark(value, skb) or skb.mark))),
-    "DNAT": ("--to-destination", _translate),
+    "SET": ("--map-set", _map_set),
+    "DNAT": ("--to-destination", _dnat),
     "REDIRECT": ("--to-ports", _redirect),
 }
 """Known targets, with the option that each needs."""
-TARGETS = frozenset(_ACTS)
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
 _TARGET = re.compile(r"((?:.* )?)-([jg]) (\S+)(.*)")
 _FLAGS = (
     "--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set", "--rcheck", "--physdev-is-in")
 _OPTIONS = (
-    "-m", "--comment", "--mode", "--probability", "--name", "--mask", "--seconds", "--nfacct-name",
-    "--reject-with", "--set-xmark", "--to-destination", "--to-ports",
+    "-m", "--comment", "--mode", "--name", "--mask", "--seconds", "--nfacct-name", "--reject-with",
+    "--probability", "--set-xmark", "--to-destination", "--to-ports",
 )  # fmt: skip
 _VALUES = {
-    **dict.fromkeys([*_TESTS, *_OPTIONS], 1), **dict.fromkeys(_FLAGS, 0), "--match-set": 2, "--map-set": 2}
+    **dict.fromkeys([*_MATCHES, *_OPTIONS], 1), **dict.fromkeys(_FLAGS, 0), "--match-set": 2, "--map-set": 2}
 """The number of words that follow each option."""
-_FURTHER = frozenset({
-    "--match-set", "--map-set", "--rcheck", "--physdev-is-in", "--vaddr", "--vport", "--vproto"})
 
 
 @lru_cache(maxsize=4096)
@@ -201,52 +250,85 @@ def parsed(text: str) -> ParsedRule:
     """Return the meaning of a rule, without ``-A CHAIN``."""
     found = _TARGET.fullmatch(text)
     if found is None or found[1].count('"') % 2:  # within a comment
-        return _without_target(text)
+        return ParsedRule(text, *_matches(text))
     head, jump, target, tail = found.groups()
-    rule = _without_target(head)  # Many rules differ in their targets only.
-    option, make = _ACTS.get(target, ("", None))
+    tests, is_strange = _matches(head)  # Many rules differ in their targets only.
     try:
-        options = dict(_options(tail)) if tail else {}
-        act = make(options.get(option, "")) if make else None
-        endpoint = Destination.parse(options[option]) if target == "DNAT" else None
+        step = _target(jump, target, tail)
     except (KeyError, ValueError):
-        return rule._replace(target=target, looks_further=True, strange=True)
-    return ParsedRule(
-        rule.tests, rule.chance, rule.recent, target, jump == "g", act, endpoint, rule.places,
-        rule.looks_further or target == "SET", rule.strange)
+        step, is_strange = _unknown_target(target), True
+    return ParsedRule(text, (*tests, step), is_strange)
 
 
 @lru_cache(maxsize=4096)
-def _without_target(text: str) -> ParsedRule:
+def _matches(text: str) -> tuple[tuple[Test, ...], bool]:
+    """Return the matches in *text*, and whether one is unknown."""
     tests: list[Test] = []
-    places: list[tuple[str, str]] = []
+    by_chance: list[Test] = []
     options: dict[str, str] = {}
     try:
-        for name, value in _options(text):
-            word = name.removeprefix("! ")
-            if word not in _TESTS:
-                options[word] = value
-                continue
-            test = _TESTS[word](value)
-            tests.append(test if name == word else _not(test))
-            if word in ("-d", "--dport"):
-                places.append((word, value))
-        return ParsedRule(
-            tuple(tests), float(options.get("--probability", 1)),
-            options["--name"] if "--rcheck" in options else "", act=_ACTS[""][1](""), places=tuple(places),
-            looks_further=any(word in text for word in _FURTHER))
+        for name, value, is_negated in _options(text):
+            if name in _MATCHES or name in _OTHER_MATCHES:
+                test = _test(name, value)
+                (by_chance if name == "--probability" else tests).append(
+                    negated(test) if is_negated else test)
+            elif is_negated:
+                raise ValueError(name)
+            options[name] = value
+        if "--rcheck" in options:
+            listed = options["--name"]
+            tests.append(lambda sight: sight.node.is_recent(listed, _SENDER(sight)))
     except (KeyError, ValueError):
-        return ParsedRule(looks_further=True, strange=True)
+        return (lambda sight: Depends("a match that is not known"),), True
+    return (*([_all_of(tests)] if tests else ()), *by_chance), False
 
 
-def _options(text: str) -> Iterator[tuple[str, str]]:
-    """Yield names of options, with "! " if negated, and their values. Raises ValueError for another word."""
+def _all_of(tests: Sequence[Test]) -> Test:
+    """Return one match for all of *tests*: if several are not known, it names the first."""
+
+    def test(sight: Sight) -> Answer:
+        unknown: Answer = True
+        for each in tests:
+            answer = each(sight)
+            if answer is False:
+                return False
+            if unknown is True:
+                unknown = answer
+        return unknown
+
+    return test
+
+
+def _target(jump: str, target: str, tail: str) -> Part:
+    option, make = _TARGETS.get(target, ("", None))
+    if make is not None:
+        options = {name: value for name, value, _ in _options(tail)}
+        return make(options[option] if option else "")
+    if target in WITHOUT_EFFECT:
+        return Verdict(NFT_CONTINUE)
+    if tail:
+        raise ValueError(target)
+    return Verdict(NFT_GOTO if jump == "g" else NFT_JUMP, target)
+
+
+def _unknown_target(name: str) -> Part:
+    def act(sight: Sight) -> Effect:
+        raise Unreadable(f"target {name}")
+
+    return Target(act)
+
+
+def _options(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield names of options with their values, and whether they are negated.
+
+    Raises ValueError for another word.
+    """
     words = iter([bare or quoted.replace('\\"', '"') for quoted, bare in _WORD.findall(text)])
     for word in words:
-        name, no = (next(words, ""), "! ") if word == "!" else (word, "")
+        name = next(words, "") if word == "!" else word
         if name not in _VALUES:
             raise ValueError(name)
-        yield no + name, " ".join(islice(words, _VALUES[name]))
+        yield name, " ".join(islice(words, _VALUES[name])), word == "!"
 
 
 _OF_A_PROXY = re.compile(r"KUBE-(?!ROUTER-)")
@@ -256,84 +338,134 @@ _OF_A_PROXY = re.compile(r"KUBE-(?!ROUTER-)")
 def _is_followed(table: str, chain: str, rule: ParsedRule) -> bool:
     if chain not in BUILT_IN_CHAINS:
         return True
-    return rule.target not in TARGETS and (
-        table != "filter" or _OF_A_PROXY.match(rule.target) is not None)
+    return bool(rule.chain) and (table != "filter" or _OF_A_PROXY.match(rule.chain) is not None)
 
 
-def _not(test: Test) -> Test:
-    return lambda around, skb: not test(around, skb)
+# The chains.
+
+_FIRST_HOOKS = ("prerouting", "output")
+_PRIORITIES = {"mangle": -150, "nat": -100, "filter": 0}
+_HOOKS = {
+    "mangle": HOOKS, "nat": ("prerouting", "input", "output", "postrouting"),
+    "filter": ("input", "forward", "output"),
+}  # fmt: skip
+_KINDS = {**{("mangle", hook): "filter" for hook in HOOKS}, ("mangle", "output"): "route"}
 
 
-# The path.
+class _Distinguished(NamedTuple):
+    """What rules compare a packet with."""
 
-Objects = dict[KernelObject, None]
-"""In the order in which a packet met them."""
+    addresses: frozenset[Address]
+    wider: tuple[Cidr, ...]
+    ports: frozenset[int]
+    further: bool
+    """They depend on more than a packet's headers, mark and origin, and the node's addresses."""
 
 
-class Ruleset:
+_FURTHER = re.compile(r"--(?:match-set|map-set|rcheck|physdev-is-in|vaddr|vport|vproto) ")
+
+
+class Ruleset(Program):
     """The chains of one IP family: in the kernel, or as they would be written."""
 
-    def __init__(self, chains: RulesByChain, *, for_many: bool = False) -> None:
-        """*for_many*: many packets will be followed."""
-        self._chains = chains
+    def __init__(
+        self, chains: RulesByChain, tables: Collection[str] = ("nat", "filter"), *, for_many: bool = False,
+    ) -> None:
+        """*tables*: those that packets meet. *for_many*: many packets will be followed."""
+        super().__init__(self)
+        self._by_chain = chains
+        self._base_chains = [
+            BaseChain("inet", table, hook.upper(), _KINDS.get((table, hook), table), hook,
+                      _PRIORITIES[table], drops_by_policy=False, packets=None)
+            for table in tables for hook in _HOOKS[table]]
+        self._prepared: dict[ChainKey, dict[int, Prepared | None]] = {}
+        """The rules of a chain by their numbers; None: not followed."""
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
-        self._likenesses: dict[Sequence[ChainKey], Callable[[Skb], object] | None] = {}
-        self.known: dict[object, tuple[Outcome | None, bool, Objects]] | None = {} if for_many else None
-        """Cached results of `Walk.onward` and the objects met, by `likeness`."""
+        self._distinguished: _Distinguished | None = None
+        self._for_many = for_many
+        self.followed: dict[object, Walk] = {}
+        """Packets behind their first hook, by `likeness`."""
 
-    def rules(self, table: str, chain: str) -> Sequence[str]:
-        return self._chains.get((table, chain), ())
+    def texts(self, table: str, chain: str) -> Sequence[str]:
+        return self._by_chain.get((table, chain), ())
 
-    def relevant(self, table: str, chain: str, skb: Skb) -> Sequence[str]:
-        """Return the rules of a chain, of a long one without those for another address or port."""
-        rules = self.rules(table, chain)
-        if len(rules) <= _SHORT:
-            return rules
+    def text(self, place: Place) -> str:
+        assert place.rule is not None
+        return self.texts(place.table, place.chain)[place.rule - 1]
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        return self._base_chains
+
+    def rules(self, family: str, table: str, chain: str) -> Sequence[HeldRule]:
+        return ()
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        return None
+
+    def prepared(
+        self, family: str, table: str, chain: str, branches: Sequence[Branch]
+    ) -> Iterable[Prepared]:
+        """Return the rules of a chain, of a long one without those for other addresses or ports."""
+        texts = self.texts(table, chain)
+        numbers = range(len(texts)) if len(texts) <= _SHORT else self._relevant(table, chain, branches)
+        known = self._prepared.setdefault((table, chain), {})
+        found = []
+        for number in numbers:
+            if number not in known:
+                rule = parsed(texts[number])
+                known[number] = prepare(Place("inet", table, chain, number + 1, 0), rule.parts) if (
+                    _is_followed(table, chain, rule)) else None
+            if (prepared := known[number]) is not None:
+                found.append(prepared)
+        return found
+
+    def _relevant(self, table: str, chain: str, branches: Sequence[Branch]) -> Sequence[int]:
+        """Return the numbers of the rules for the addresses and ports of *branches*, or for all."""
         index = self._indexes.get((table, chain))
         if index is None:
-            index = self._indexes[table, chain] = _index(rules)
-        keys = ("", format_address(skb.destination), f"port {skb.port}")
-        return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
+            index = self._indexes[table, chain] = _index(self.texts(table, chain))
+        keys = {""}
+        for branch in branches:
+            flow = branch.seen.packet.flow
+            if flow.destination is None or flow.port is None:
+                return range(len(self.texts(table, chain)))
+            keys |= {format_address(flow.destination), f"port {flow.port}"}
+        return sorted(number for key in keys for number in index.get(key, ()))
 
-    def likeness(self, chains: Sequence[ChainKey], skb: Skb) -> object | None:
-        """Return a cache key for packets that no rule reachable from *chains* distinguishes.
+    def likeness(self, seen: Seen, is_local: Callable[[Address], bool]) -> object | None:
+        """Return a key for packets that no rule behind the first hook distinguishes.
 
-        The rules may tell whether the destination is this node. None: any two packets may differ.
+        None: any two packets may differ, or few are followed.
         """
-        if chains not in self._likenesses:
-            self._likenesses[chains] = self._likeness(chains)
-        likeness = self._likenesses[chains]
-        return likeness(skb) if likeness is not None else None
+        flow, connection = seen.packet.flow, seen.connection
+        if not self._for_many or flow.destination is None or connection is None:
+            return None
+        if self._distinguished is None:
+            self._distinguished = self._find_distinguished()
+        addresses, wider, ports, further = self._distinguished
+        return None if further else (
+            seen.input, seen.is_from_node, flow.source, seen.packet.protocol, seen.mark, connection.status,
+            is_local(flow.destination), flow.destination if flow.destination in addresses else None,
+            flow.port if flow.port in ports else None, *[flow.destination in net for net in wider])
 
-    def _likeness(self, chains: Sequence[ChainKey]) -> Callable[[Skb], object] | None:
-        reached = list(chains)
-        values = set[tuple[str, str]]()
+    def _find_distinguished(self) -> _Distinguished:
+        reached = [(base.table, base.name) for base in self._base_chains if base.hook not in _FIRST_HOOKS]
+        found: list[str] = []
         for table, chain in reached:
-            for text in self.rules(table, chain):
-                rule = parsed(text)
+            for rule in map(parsed, self.texts(table, chain)):
                 if not _is_followed(table, chain, rule):
                     continue
-                if rule.looks_further:
-                    return None
-                values.update(rule.places)
-                if rule.target not in TARGETS and (table, rule.target) not in reached:
-                    reached.append((table, rule.target))
-        networks = {network(value) for name, value in values if name == "-d"}
+                found.append(rule.text)
+                if rule.chain and (table, rule.chain) not in reached:
+                    reached.append((table, rule.chain))
+        text = "\n".join(found)
+        networks = {network(value) for value in re.findall(r"-d (\S+)", text)}
         single = {net for net in networks if net.prefix == len(net.network) * 8}
-        addresses, wider = {net.network for net in single}, tuple(networks - single)
-        ports = {int(value) for name, value in values if name == "--dport"}
+        return _Distinguished(
+            frozenset(net.network for net in single), tuple(networks - single),
+            frozenset(map(int, re.findall(r"--dport (\d+)", text))), _FURTHER.search(text) is not None)
 
-        def likeness(skb: Skb) -> object:
-            (origin, source, _, protocol, _), to, port, *state = skb
-            return (
-                chains, origin, source, protocol, *state,
-                to if to in addresses else None, port if port in ports else None,
-                *[to in net for net in wider],
-            )  # fmt: skip
-
-        return likeness
-
-    def in_set(self, name: str, sides: Sequence[str], packet: Skb) -> int | None:
+    def in_ipset(self, name: str, sides: Sequence[str], packet: Headers) -> int | None:
         """Return the mark of the entry for *packet* in an ipset, 0 without marks; None without an entry."""
         return None
 
@@ -342,134 +474,7 @@ class Ruleset:
         return False
 
 
-class Walk:
-    """Follows packets through chains, and records the objects that they meet.
-
-    In built-in chains, only rules that jump to other chains are followed: other tools own the rest. In table
-    filter, only those to chains of service proxies: `kproxy_core.nft.interpret` follows firewalls.
-    """
-
-    def __init__(
-        self, ruleset: Ruleset, node: NodeView,
-        addresses: frozenset[Address] = frozenset(), *, bridged: Container[Address] = (),
-        bound: Container[Address] = (),
-    ) -> None:  # fmt: skip
-        """*addresses*: of the node's interfaces. *bound*: those of an interface that the mode made.
-
-        *bridged*: senders whose packets are on a bridge's port when they meet the rules.
-        """
-        self._ruleset = ruleset
-        self._node = node
-        self._addresses = addresses
-        self._bound = bound
-        self._bridged = bridged
-        self.objects: Objects = {}
-        self.remembered: Destination | None = None
-        self.strange = ""
-        """A rule with an unknown match or target; "": none."""
-
-    def through(self, table: str, chain: str, skb: Skb) -> list[Branch]:
-        return self._rules(table, chain, self._ruleset.relevant(table, chain, skb), skb)
-
-    def onward(self, chains: Sequence[ChainKey], skb: Skb) -> tuple[Outcome | None, bool]:
-        """Follow a packet through built-in *chains*. Return the verdict, and whether it was masqueraded.
-
-        Where rules choose at random, the first verdict counts.
-        """
-        known = self._ruleset.known
-        if known is None or (likeness := self._ruleset.likeness(chains, skb)) is None:
-            return self._onward(chains, skb)
-        key = likeness, self.is_local(skb.destination)
-        if key not in known:
-            met, self.objects = self.objects, {}
-            known[key] = *self._onward(chains, skb), self.objects
-            self.objects = met
-        outcome, masqueraded, objects = known[key]
-        self.objects.update(objects)
-        return outcome, masqueraded
-
-    def _onward(self, chains: Sequence[ChainKey], skb: Skb) -> tuple[Outcome | None, bool]:
-        for table, chain in chains:
-            for end in self.through(table, chain, skb):
-                if end.outcome is not None:
-                    return end.outcome, False
-                last = end.skb
-            skb = last
-        return None, skb.masqueraded
-
-    def is_local(self, address: Address) -> bool:
-        return address in self._bound or is_own(address, self._node, self._addresses)
-
-    @property
-    def reason(self) -> str:
-        """The last object that the packet met."""
-        last = next(reversed(self.objects), None)
-        return f"{last.where}: {last.text}" if last else ""
-
-    def note(self, where: str, text: str) -> None:
-        self.objects[_object(where, text)] = None
-
-    def is_bridged(self, source: Address) -> bool:
-        return source in self._bridged
-
-    def set_mark(self, value: str, skb: Skb) -> int | None:
-        """Call `Ruleset.in_set`. *value*: the set's name, and the compared sides of the packet."""
-        name, sides = value.split()
-        found = self._ruleset.in_set(name, sides.split(","), skb)
-        if found is not None:
-            self.note(f"ipset {name}", f"holds the packet ({sides})")
-        return found
-
-    def _rules(self, table: str, chain: str, rules: Sequence[str], skb: Skb) -> list[Branch]:
-        found: list[Branch] = []
-        left = 1.0
-        where = f"{table} {chain}"
-        for number, text in enumerate(rules):
-            rule = parsed(text)
-            if not _is_followed(table, chain, rule):
-                continue
-            if rule.strange:
-                self.strange = self.strange or text
-                self.note(where, f"{text}  (not understood)")
-                continue
-            if not rule.matches(self, skb):
-                continue
-            if rule.recent:
-                self._remember(rule, table, skb)
-                continue
-            self.note(where, text)
-            branches = [rule.act(self, skb)] if rule.act else self.through(table, rule.target, skb)
-            leaves = rule.goto or rule.target == "RETURN"
-            if rule.chance == 1 and len(branches) == 1 and branches[0].done is None and not leaves:
-                skb = branches[0].skb
-                continue
-            factor = left * rule.chance
-            for branch in branches:
-                share = branch.share * factor
-                if branch.done is not None or leaves:
-                    found.append(branch if factor == 1 else Branch(share, branch.done, branch.skb))
-                else:
-                    found += [
-                        rest._replace(share=share * rest.share)
-                        for rest in self._rules(table, chain, rules[number + 1:], branch.skb)
-                    ]
-            left *= 1 - rule.chance
-            if not left:
-                return found
-        found.append(Branch(left, None, skb))
-        return found
-
-    def _remember(self, rule: ParsedRule, table: str, skb: Skb) -> None:
-        """Record the endpoint of the client's affinity. The walk continues as for a new client."""
-        if self._ruleset.is_recent(rule.recent, skb.packet.source):
-            self.note(f"list {rule.recent}", "holds the sender")
-            for text in self._ruleset.rules(table, rule.target):
-                self.remembered = parsed(text).endpoint or self.remembered
-
-
-_object = lru_cache(maxsize=4096)(KernelObject)
-"""Shared, because packets to one frontend meet the same rules: fewer objects for the garbage collector."""
-_SHORT = 32
+_SHORT = 8
 """Limit for the rules in a chain without an index."""
 _ONE_ADDRESS = re.compile(r"(?<!! )-d (\S+)/(?:32|128) ")
 _ONE_PORT = re.compile(r"(?<!! )--dport (\d+)(?: |$)")
@@ -487,3 +492,115 @@ def _index(rules: Sequence[str]) -> dict[str, list[int]]:
             key = ""
         found.setdefault(key, []).append(number)
     return found
+
+
+# The path.
+
+Objects = dict[KernelObject, None]
+"""In the order in which a packet met them."""
+
+_OUTCOMES = {EndFate.DROPPED: Outcome.DROPPED, EndFate.REJECTED: Outcome.REFUSED}
+_SET = re.compile(r"(?<!! )--(?:match|map)-set (\S+) (\S+)")
+
+
+class Walk(Way):
+    """Follows a packet through chains, and records the objects that it meets.
+
+    In built-in chains, only rules that jump to other chains are followed: other tools own the rest. In table
+    filter, only those to chains of service proxies: `kproxy_core.app.drops` follows firewalls.
+    """
+
+    def __init__(
+        self, ruleset: Ruleset, question: Question, *, bridged: Container[Address | None] = (),
+        bound: Container[Address] = (), is_pinned: bool = False,
+    ) -> None:
+        """*bound*: addresses of an interface that the mode made.
+
+        *bridged*: senders whose packets are on a bridge's port when they meet the rules. *is_pinned*: lists
+        of match ``recent`` that hold the sender decide; else it is followed as a new client.
+        """
+        lists: dict[str, None] = {}
+
+        # Without a cycle of references, which would keep each walk until the next run of the collector.
+        def is_recent(name: str, source: Address | None) -> bool:
+            if source is None or not ruleset.is_recent(name, source):
+                return False
+            lists[name] = None
+            return is_pinned
+
+        super().__init__(ruleset, Node(
+            routes(question, bound), in_ipset=ruleset.in_ipset, is_recent=is_recent,
+            is_bridged=lambda source: source in bridged))
+        self._texts = ruleset
+        self._question = question
+        self._bridged, self._bound = bridged, bound
+        self.lists = lists
+        """The lists that hold the sender."""
+        self.objects: Objects = {}
+        self.is_certain = True
+        """Whether all rules that decide are known."""
+        self._noted: set[Place] = set()
+
+    def start(self) -> Branch:
+        """Return the packet before it meets rules."""
+        return Branch(first_seen(self._question), CERTAIN)
+
+    def hook(
+        self, hook: str, branches: Sequence[Branch], translate: Callable[[Seen], Seen] = lambda seen: seen,
+    ) -> list[Branch]:
+        before = len(self.ends)
+        passed = super().hook(hook, branches, translate)
+        for branch in (*(end.branch for end in self.ends[before:]), *passed):
+            self.is_certain = self.is_certain and not any(branch.chance.cases)
+            for met in branch.met:
+                if met.place not in self._noted:
+                    self._noted.add(met.place)
+                    self.objects.update(_objects(
+                        f"{met.place.table} {met.place.chain}", self._texts.text(met.place)))
+        for name in self.lists:
+            self.note(f"list {name}", "holds the sender")
+        return passed
+
+    def rest(self, branch: Branch) -> "Walk":
+        """Follow a packet that has passed the first hook. Return its way from there on."""
+        likeness = self._texts.likeness(branch.seen, self.is_local)
+        walk = self._texts.followed.get(likeness)
+        if walk is None:
+            walk = Walk(self._texts, self._question, bridged=self._bridged, bound=self._bound)
+            walk.follow([Branch(branch.seen, CERTAIN)])
+            if likeness is not None:
+                self._texts.followed[likeness] = walk
+        self.objects.update(walk.objects)
+        self.is_certain = self.is_certain and walk.is_certain
+        return walk
+
+    @property
+    def ended(self) -> Fate | None:
+        """The fate of packets that do not pass all rules; None: no rule ends one."""
+        return next((
+            Fate(_OUTCOMES[end.fate], self.reason) for end in self.ends if end.fate in _OUTCOMES), None)
+
+    @property
+    def reason(self) -> str:
+        """The last object that the packet met."""
+        last = next(reversed(self.objects), None)
+        return f"{last.where}: {last.text}" if last else ""
+
+    def is_local(self, address: Address) -> bool:
+        route = self.node.route(address, 0)
+        return route is not None and route.type == RTN_LOCAL
+
+    def note(self, where: str, text: str) -> None:
+        self.objects[KernelObject(where, text)] = None
+
+
+@lru_cache(maxsize=4096)
+def _objects(where: str, rule: str) -> Objects:
+    """Return the objects that a packet meets which a *rule* matches.
+
+    Packets to one frontend meet the same rules, and share them.
+    """
+    unknown = "  (not understood)" * parsed(rule).is_strange
+    return dict.fromkeys([
+        *(KernelObject(f"ipset {name}", f"holds the packet ({sides})") for name, sides in _SET.findall(rule)),
+        KernelObject(where, rule + unknown)])

@@ -53,6 +53,10 @@ FAULTS = (
     Fault("a-catch-all-element-stays", "kproxy_core/nft/transaction.py",
           "commands += table.delete_elements(container, [CATCH_ALL])", "pass",
           ("tests/plugins/test_counting_tables.py::test_damage_is_repaired_without_losing_counts",)),
+    Fault("any-constant-fits-another-packet", "kproxy_core/nft/alike.py",
+          "self.constants.add(wanted)", "pass",
+          ("tests/plugins/nftables/test_explain.py::"
+           "test_packets_that_are_asked_about_together_do_what_each_does_alone",)),
     # kproxy_core/linux
     Fault("resets-in-the-forward-hook", "kproxy_core/linux/resets.py",
           'Hook("filter", hook, _PRIORITY)',
@@ -145,6 +149,9 @@ FAULTS = (
           "chains = [key for key in held if key in ours and key not in used]",
           "chains = [key for key in held if key in ours]",
           ("tests/plugins/xtables/test_removal.py",)),
+    Fault("negated-matches-of-iptables-are-not", "plugins/kproxy_xtables/walk.py",
+          "negated(test) if is_negated else test", "test",
+          ("tests/plugins/xtables/test_walk.py",)),
     Fault("rejections-are-not-counted", "plugins/kproxy_nft/counting.py",
           "(among(frontend, _UNSERVED), reject),", "",
           ("tests/switch/test_traffic.py::test_rejections_end_with_the_first_endpoint_and_begin_again_after_the_last",)),

@@ -74,7 +74,7 @@ PLUGINS_MAY_IMPORT = frozenset({"contract", *(module.split(".")[1] for module in
 
 PURE_MODULES = frozenset(
     {"settings", "wanted", "applied", "skeleton", "names", "batch", "rules", "walk", "removal",
-     "counting"}
+     "counting", "packets"}
 )
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 

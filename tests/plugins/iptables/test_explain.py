@@ -9,7 +9,7 @@ from kproxy_conformance.builders import endpoint_slice, node_view, plans, servic
 from kproxy_conformance.checks.bench import lonely_node
 from kproxy_conformance.checks.subject import Subject, Wanted, full
 from kproxy_core.contract.values import BackendSettings
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, format_address
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_iptables.backend import IptablesBackend
 from tests.plugins.explained import agrees, decided, essence, questions, questions_about, serving
@@ -62,12 +62,30 @@ def test_damage_is_seen_on_the_packet_s_way(family: Family, kernel: None, comman
 
 
 @pytest.mark.parametrize("family", [Family.IPV4])
+def test_an_endpoint_whose_packets_are_dropped_is_missing(family: Family, kernel: None) -> None:
+    asked = [q for q in questions(family) if q.packet.origin is Origin.NODE and len(decided(q).choices) > 1]
+    dropped, *others = decided(asked[0]).choices
+    address = format_address(dropped.where.address)
+    subprocess.run(
+        ["iptables", "-w", "-t", "filter", "-I", "KUBE-SERVICES", "-d", address, "-j", "DROP"], check=True)
+    fate = BACKEND.explain(asked[:1], live=True)[0].fate
+    assert fate is not None
+    assert fate.outcome is Outcome.FORWARDED
+    assert {choice.where for choice in fate.choices} == {choice.where for choice in others}
+
+
+@pytest.mark.parametrize("family", [Family.IPV4])
 def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family, kernel: None) -> None:
-    rule = ["-m", "ttl", "--ttl-eq", "7"]
-    subprocess.run(["iptables", "-w", "-t", "nat", "-I", "KUBE-SERVICES", *rule], check=True)
-    (side, *_) = BACKEND.explain(questions(family)[:1], live=True)
+    asked = questions(family)[:1]
+    rule = ["iptables", "-w", "-t", "nat", "-I", "KUBE-SERVICES", "-m", "ttl", "--ttl-eq", "7"]
+    subprocess.run(rule, check=True)
+    (without_effect,) = BACKEND.explain(asked, live=True)
+    subprocess.run([*rule, "-j", "ACCEPT"], check=True)
+    (side,) = BACKEND.explain(asked, live=True)
+    assert essence(without_effect.fate) == essence(decided(asked[0]))
     assert side.fate is None
-    assert any("not understood" in item.text for item in side.objects)
+    for each in (without_effect, side):
+        assert any("not understood" in item.text for item in each.objects)
 
 
 @pytest.mark.parametrize("affinity", [0, 60])
