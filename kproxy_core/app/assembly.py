@@ -18,6 +18,7 @@ from kproxy_core.app.control import ControlServer
 from kproxy_core.app.errors import Misused, NoAnswer, RequestRefused, RestartNeeded
 from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.app.notify import Heartbeat, ServiceManager
+from kproxy_core.app.replies import replied
 from kproxy_core.app.requests import (
     Answer,
     Compare,
@@ -470,7 +471,7 @@ class _Proxy:
                 case Plans():
                     return self._answers().plans()
                 case Status():
-                    return self._overview().condition()
+                    return replied(self._overview().condition())
                 case Top():
                     return {"status": self._overview().status(), **self._overview().services(request)}
         except Misused:

@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -32,6 +32,8 @@ from kproxy_core.observe.logs import printable, printable_json
 
 if TYPE_CHECKING:
     from kproxy_core.modes.switch import ReportProgress  # A command that asks a proxy needs none of the rest.
+
+T = TypeVar("T")
 
 # The process at the other end of a socket, and whether it may change this node's service proxy.
 
@@ -236,6 +238,18 @@ def send_request(request: Request, report_progress: "ReportProgress" = lambda li
         except OSError as error:
             raise RequestRefused(f"the connection to the proxy failed: {error.strerror}") from error
     raise RequestRefused("the proxy exited before it answered")
+
+
+def ask(request: Request, kind: type[T]) -> T:
+    """Send *request* as `send_request` does, and return its final answer as a *kind* of reply.
+
+    Raises NoProxy, or RequestRefused also if another version has answered.
+    """
+    try:
+        return msgspec.convert(send_request(request), kind)
+    except msgspec.ValidationError as error:
+        raise RequestRefused(
+            f"the proxy answers as another version than this command, {__version__}: {error}") from error
 
 
 def _checked(request: Request, answer: Answer) -> Answer:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from kproxy_core.app.replies import Healthz, ProxyStatus
 from kproxy_core.app.requests import Sort, Top
 from kproxy_core.config.release import commit
 from kproxy_core.contract.values import Failure
@@ -72,20 +73,17 @@ class Overview:
             "syncs": [record._asdict() for record in self._history.records] if self._history else [],
         }  # fmt: skip
 
-    def condition(self) -> dict[str, Any]:
+    def condition(self) -> ProxyStatus:
         """Return whether the proxy is well, and what tells so. Does not need the loop."""
         condition = self._health.condition()
         healthz = self._health.healthz(condition.problems)
-        return {
-            "node": self._node, "mode": self._about.mode, **self._modes(),
-            "version": self._about.version, "commit": commit(), "now": time.time(),
-            "started": self._about.started, "well": condition.is_well, "since": condition.since,
-            "problems": condition.problems,
-            "fallback": str(self._about.fallback_to(self._about.mode) or ""),
-            "last_sync": condition.last_sync, "lag": round(condition.lag, 3),
-            "foreign_changes": condition.foreign_changes,
-            "healthz": {"code": healthz.status, "body": json.loads(healthz.body)},
-        }  # fmt: skip
+        return ProxyStatus(
+            node=self._node, mode=self._about.mode, **self._modes(), version=self._about.version,
+            commit=commit(), now=time.time(), started=self._about.started, well=condition.is_well,
+            since=condition.since, problems=condition.problems,
+            fallback=str(self._about.fallback_to(self._about.mode) or ""), last_sync=condition.last_sync,
+            lag=round(condition.lag, 3), foreign_changes=condition.foreign_changes,
+            healthz=Healthz(healthz.status, json.loads(healthz.body)))
 
     def services(self, asked: Top) -> dict[str, Any]:
         """Return the service ports that *asked* means, with their traffic, and how many there are."""

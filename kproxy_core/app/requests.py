@@ -85,8 +85,6 @@ class Plans(_Request, frozen=True, kw_only=True, tag="plans"):
 class Status(_Request, frozen=True, kw_only=True, tag="status"):
     """Say whether the proxy is well."""
 
-    answer_fields = ("node", "mode", "configured", "version", "well", "since", "problems", "last_sync", "lag")
-
 
 class Top(_Request, frozen=True, kw_only=True, tag="top"):
     """List service ports with their traffic."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kproxy_core.app.control import send_request
+from kproxy_core.app.control import ask, send_request
 from kproxy_core.app.doctor import (
     Finding,
     Json,
@@ -26,6 +26,7 @@ from kproxy_core.app.doctor import (
 )
 from kproxy_core.app.drops import Drop, drops
 from kproxy_core.app.errors import NoProxy, RequestRefused
+from kproxy_core.app.replies import ProxyStatus
 from kproxy_core.app.requests import Explain, Plans, Status
 from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given, with_flags
 from kproxy_core.cli.run import cli_errors, registry_of
@@ -223,7 +224,7 @@ def command(output: str, **options: Any) -> int:
     """
     with cli_errors():
         services, problem = read_services(given(options))
-        told = send_request(Status())["problems"] if services and services.is_running else []
+        told = ask(Status(), ProxyStatus).problems if services and services.is_running else []
     found = examine(services)
     if told:
         found["findings"].insert(0, Finding(

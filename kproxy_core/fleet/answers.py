@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kproxy_core import __version__
 from kproxy_core.fleet.errors import Unreached
@@ -17,28 +17,6 @@ T = TypeVar("T")
 
 _SHOWN = 100
 """Characters of a strange answer that are shown."""
-
-
-class Status(Struct, frozen=True):
-    """The answer of ``kproxy status -o json``. Times are in seconds since the epoch, by the node's clock."""
-
-    mode: str
-    configured: str
-    version: str
-    well: bool
-    since: float
-    now: float
-    problems: Sequence[str]
-    lag: float
-    foreign_changes: int
-    before: str = ""
-    """The mode that served before the last switch; "": none, or the configuration decides."""
-    label: str = ""
-    """The key of the Node's label that names the mode; "": none does."""
-    commit: str = ""
-    fallback: str = ""
-    last_sync: float | None = None
-    findings: Sequence[str] = field(default_factory=tuple)
 
 
 class Difference(Struct, frozen=True):

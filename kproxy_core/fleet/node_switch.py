@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import Struct
 
-from kproxy_core.fleet.answers import Status, Verified, complaint, decode
+from kproxy_core.app.replies import ProxyStatus
+from kproxy_core.fleet.answers import Verified, complaint, decode
 from kproxy_core.fleet.cluster import TIMEOUT, Cluster, Node, Reply
 from kproxy_core.fleet.errors import Forbidden, NoCluster, Unreached
 from kproxy_core.fleet.switch import Condition, State, lasting, worse
@@ -167,8 +168,8 @@ class NodeSwitch:
         failing = tuple(f"{frontend}: {problem}" for frontend, problem in (after.failures or {}).items())
         return State.MOVED, (*after.problems, *failing)
 
-    def _status(self) -> Status:
-        return decode(self._node, self._ask(STATUS), Status)
+    def _status(self) -> ProxyStatus:
+        return decode(self._node, self._ask(STATUS), ProxyStatus)
 
     def _ask(
         self, command: Sequence[str], timeout: float = TIMEOUT, on_line: Callable[[str], None] | None = None

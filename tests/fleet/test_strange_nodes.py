@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core import __version__
-from kproxy_core.fleet.answers import Status, decode
+from kproxy_core.app.replies import ProxyStatus
+from kproxy_core.fleet.answers import decode
 from kproxy_core.fleet.cluster import Cluster
 from kproxy_core.fleet.errors import Unreached
 from tests.core.api_servers import TLS, server_tls, write_kubeconfig
@@ -139,6 +140,6 @@ def test_commands_run_over_tls_too(canned: Canned, tmp_path: Path) -> None:
         {"certificate-authority": str(TLS / "ca.crt")}, {"token": "secret"})
     found = Cluster(kubeconfig)
     fast, slow = found.nodes()
-    assert decode(fast, found.ask(fast, ["kproxy", "status"]), Status).problems == ["x" * 100_000]
+    assert decode(fast, found.ask(fast, ["kproxy", "status"]), ProxyStatus).problems == ["x" * 100_000]
     with pytest.raises(Unreached, match=r"^slow: no answer within 0.3 s$"):
         found.ask(slow, ["kproxy", "status"], timeout=0.3)

@@ -12,7 +12,7 @@ from kproxy_core.cli.terminal import encoded
 from kproxy_core.config.release import described
 
 if TYPE_CHECKING:
-    from kproxy_core.fleet.answers import Status
+    from kproxy_core.app.replies import ProxyStatus
     from kproxy_core.fleet.cluster import Cluster, Node
     from kproxy_core.fleet.errors import Unreached
 
@@ -24,27 +24,27 @@ HEADERS = ("NODE", "STATE", "FOR", "MODE", "VERSION", "LAST SYNC", "LAG", "FOREI
            "PROBLEMS")
 
 
-def read(cluster: "Cluster", selector: str) -> "list[tuple[Node, Status | Unreached]]":
+def read(cluster: "Cluster", selector: str) -> "list[tuple[Node, ProxyStatus | Unreached]]":
     """Return the status of each node, those with problems first. Raises as `fleet_errors` expects."""
-    from kproxy_core.fleet.answers import Status
+    from kproxy_core.app.replies import ProxyStatus
 
-    found = list(asked(cluster, selected(cluster, selector), ASKED, Status, timeout=_TIMEOUT))
+    found = list(asked(cluster, selected(cluster, selector), ASKED, ProxyStatus, timeout=_TIMEOUT))
     return sorted(found, key=lambda each: (is_well(each[1]), each[0].name))
 
 
-def is_well(found: "Status | Unreached") -> bool:
+def is_well(found: "ProxyStatus | Unreached") -> bool:
     return not isinstance(found, Exception) and found.well
 
 
-def document(node: "Node", found: "Status | Unreached") -> dict[str, Any]:
-    import msgspec
+def document(node: "Node", found: "ProxyStatus | Unreached") -> dict[str, Any]:
+    from kproxy_core.app.replies import replied
 
     if isinstance(found, Exception):
         return {"node": node.name, "ready": node.ready, "well": False, "problems": [found.why]}
-    return {"node": node.name, "ready": node.ready, **msgspec.to_builtins(found)}
+    return {**replied(found), "node": node.name, "ready": node.ready}
 
 
-def row(node: "Node", found: "Status | Unreached") -> Row:
+def row(node: "Node", found: "ProxyStatus | Unreached") -> Row:
     if isinstance(found, Exception):
         state = "not reached" if node.pod else "no kproxy"
         why = found.why if node.ready else f"the node is not Ready; {found.why}"

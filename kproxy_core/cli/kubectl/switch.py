@@ -66,12 +66,12 @@ def survey(
     cluster: Cluster, nodes: Sequence[Node], mode: str, *, at_a_time: int, undo: bool
 ) -> Rollout:
     """Ask each node what it serves. Return the rollout to *mode*, or back from it."""
-    from kproxy_core.fleet.answers import Status
+    from kproxy_core.app.replies import ProxyStatus
     from kproxy_core.fleet.node_switch import STATUS
     from kproxy_core.fleet.switch import Found, Rollout, to_move, to_move_back
 
     moves: list[Move] = []
-    for node, status in asked(cluster, nodes, STATUS, Status):
+    for node, status in asked(cluster, nodes, STATUS, ProxyStatus):
         if isinstance(status, Exception):
             found = Found(node=node.name, unreached=status.why)
         else:

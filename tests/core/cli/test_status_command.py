@@ -5,10 +5,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kproxy_core import __version__
 from kproxy_core.app.overview import Overview
+from kproxy_core.app.replies import ProxyStatus
 from kproxy_core.cli.status import age, as_text
 from kproxy_core.contract.values import Fallback
 from kproxy_core.model.address import Family
@@ -29,7 +31,7 @@ FOUND = {
 
 
 def test_problems_come_first() -> None:
-    assert as_text(FOUND | {"findings": ["mtu", "clock"]}).splitlines() == [
+    assert as_text(msgspec.convert(FOUND | {"findings": ["mtu", "clock"]}, ProxyStatus)).splitlines() == [
         "n1: \x1b[31m\x1b[1mnot well\x1b[0m for 100 s",
         "  \x1b[31m\x1b[1mIPv4: busy\x1b[0m",
         "mode             iptables, configured: nftables",
@@ -51,15 +53,19 @@ def test_ages_have_the_largest_unit_of_which_there_are_two(seconds: float, text:
     assert age(seconds) == text
 
 
+def modes() -> dict[str, str]:
+    return {"configured": ""}
+
+
 def test_a_fallback_is_named_while_it_serves() -> None:
     health = ProxyHealth((Family.IPV4,), timeout=60, node_required=False)
     health.sync_succeeded(synced(Family.IPV4))
     about = About(mode="iptables", version="0", configuration={}, flags={}, started=5.0)
     about.fallback = Fallback("nftables", "iptables", "no nf_tables")
-    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
-    assert overview.condition()["fallback"] == str(about.fallback)
+    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", modes)
+    assert overview.condition().fallback == str(about.fallback)
     about.mode = "nftables"
-    assert overview.condition()["fallback"] == ""
+    assert overview.condition().fallback == ""
 
 
 def test_problems_are_asked_for_once() -> None:
@@ -72,9 +78,10 @@ def test_problems_are_asked_for_once() -> None:
 
     health.include("objects", read)
     about = About(mode="nftables", version="0", configuration={}, flags={}, started=5.0)
-    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
+    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", modes)
     condition = overview.condition()
-    assert (len(asked), condition["healthz"]["body"]["problems"]) == (1, condition["problems"])
+    assert condition.healthz is not None
+    assert (len(asked), condition.healthz.body["problems"]) == (1, condition.problems)
 
 
 def test_a_running_proxy_tells_that_it_is_well(tmp_path: Path) -> None:
