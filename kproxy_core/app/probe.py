@@ -109,7 +109,8 @@ _BACK = (
     "its answers do not come back through this node, as over a bridge whose packets skip netfilter or by "
     "another route, or they are dropped on the way")
 _NO_LISTENER = (
-    "no process of the pod listens at that port; compare the targetPort of the Service with the container")
+    "no process of the pod listens at that port, or a filter rejects them; compare the targetPort of the "
+    "Service with the container")
 _REFUSED_ON_THE_WAY = "something on the way rejects them, or the endpoint does, for their source address"
 
 

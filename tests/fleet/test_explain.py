@@ -148,6 +148,7 @@ def test_a_probe_of_the_sender_s_node_finds_endpoints_that_refuse(fleet: Fleet) 
     assert status == 1
     assert {problem for problem in problems(found) if " probe: " in problem} == {
         f"node-b probe: {pod_address(node)}:{PORT + 1} refuses connections: no process of the pod listens at "
-        "that port; compare the targetPort of the Service with the container" for node in fleet.nodes}
+        "that port, or a filter rejects them; compare the targetPort of the Service with the container"
+        for node in fleet.nodes}
     assert outside.returncode == 2
     assert "--probe sends from a node, or from a pod on it: outside is neither" in outside.stderr

@@ -20,7 +20,7 @@ MODES = ["nftables", "iptables", "userspace", "ebpf"]
 POD = {"ip": "10.244.1.2", "ip6": "fd00:244:1::2"}
 """Behind the bridge."""
 FAMILIES = tuple(VIP)
-NO_LISTENER = "no process of the pod listens at that port; compare the targetPort of the Service"
+NO_LISTENER = "no process of the pod listens at that port, or a filter rejects them; compare the targetPort"
 Json = dict[str, Any]
 
 
