@@ -25,7 +25,7 @@ class ProxyStatus(Struct, frozen=True, kw_only=True):
 
     node: str = ""
     mode: str
-    configured: str = ""
+    configured: str
     """The mode in the configuration; "": none."""
     before: str = ""
     """The mode that served before the last switch; "": none, or the configuration decides."""

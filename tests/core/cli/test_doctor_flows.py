@@ -1,26 +1,18 @@
 """``kproxy doctor`` beside a running proxy: stale flows, lost routes, and packets that are not tracked."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.core.cli.sides import ENDPOINT, FLAGS, UDP_PORT, VIP, Sides, sides, write
-from tests.core.processes import kproxy, running
+from tests.core.cli.sides import ENDPOINT, UDP_PORT, VIP, Sides
+from tests.core.cli.test_trace_sides import serving
+from tests.core.processes import kproxy
 
 CHECKS = {"stale-flow", "route", "notrack"}
 Json = dict[str, Any]
-
-
-@contextmanager
-def serving(directory: Path, mode: str) -> Iterator[Sides]:
-    write(directory)
-    with sides() as made, running(made.node, f"--mode={mode}", f"--manifests={directory}", *FLAGS) as proxy:
-        proxy.await_health()
-        yield made
 
 
 def found(made: Sides) -> dict[str, Json]:

@@ -53,12 +53,16 @@ def test_ages_have_the_largest_unit_of_which_there_are_two(seconds: float, text:
     assert age(seconds) == text
 
 
+def modes() -> dict[str, str]:
+    return {"configured": ""}
+
+
 def test_a_fallback_is_named_while_it_serves() -> None:
     health = ProxyHealth((Family.IPV4,), timeout=60, node_required=False)
     health.sync_succeeded(synced(Family.IPV4))
     about = About(mode="iptables", version="0", configuration={}, flags={}, started=5.0)
     about.fallback = Fallback("nftables", "iptables", "no nf_tables")
-    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
+    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", modes)
     assert overview.condition().fallback == str(about.fallback)
     about.mode = "nftables"
     assert overview.condition().fallback == ""
@@ -74,7 +78,7 @@ def test_problems_are_asked_for_once() -> None:
 
     health.include("objects", read)
     about = About(mode="nftables", version="0", configuration={}, flags={}, started=5.0)
-    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", dict)
+    overview = Overview(cast(Loop, None), health, tuple, about, None, None, "n1", modes)
     condition = overview.condition()
     assert condition.healthz is not None
     assert (len(asked), condition.healthz.body["problems"]) == (1, condition.problems)
