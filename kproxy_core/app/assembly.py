@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from kproxy_core.app.overview import Overview
     from kproxy_core.kube.access import CurrentAccess
     from kproxy_core.kube.requests import Observe
-    from kproxy_core.observe.traffic import TrafficRecorder
+    from kproxy_core.observe.traffic.recorder import TrafficRecorder
 
 log = logging.getLogger("kproxy.run")
 
@@ -134,7 +134,8 @@ def make_recorder(
     """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
     if not config.kproxy.count_traffic:
         return None
-    from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficCollector, TrafficRecorder
+    from kproxy_core.observe.traffic.recorder import FrontendOwners, StoredTotals, TrafficRecorder
+    from kproxy_core.observe.traffic.series import TrafficCollector
 
     owners = FrontendOwners(families, time.monotonic)
     recorder = TrafficRecorder(
