@@ -274,4 +274,4 @@ def test_a_ruleset_with_many_ways_ends(rig: Rig) -> None:
     set_rules(
         rig.router, f"table ip t {{ chain c14 {{ counter; }}; {chains} chain c {{ {FORWARD} jump c0; }}; }}")
     (drop,) = predicted(rig.router)
-    assert (drop.is_met, drop.doubts) == (False, ("more than 50,000 rules",))
+    assert (drop.is_met, drop.doubts) == (False, ("more than 10,000 rules",))

@@ -35,11 +35,11 @@ class Node(NamedTuple):
     directory: Path
 
     @contextmanager
-    def proxy(self, **options: str) -> Iterator[Proxy]:
+    def proxy(self, *, mode: str = "userspace", **options: str) -> Iterator[Proxy]:
         config = self.directory / "config.json"
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-            "mode": "userspace", "kproxy": {
+            "mode": mode, "kproxy": {
                 "stateDirectory": str(self.directory / "state"), "backendOptions": {"userspace": options}},
         }))  # fmt: skip
         command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(config), "--manifests",
@@ -105,6 +105,18 @@ def test_the_start_the_doctor_and_explain_say_that_pods_are_not_served(node: Nod
         assert "interface cali1" in explained(node)
         _, log = proxy.end()
     assert 'not served, set bindAddress mode=userspace ip_family=IPv4 interfaces="cali1, cali2"' in log
+
+
+def test_a_switch_to_the_mode_says_it_and_one_from_it_does_not(node: Node) -> None:
+    with node.proxy(mode="nftables") as proxy:
+        assert node.is_answered()
+        assert kproxy("switch", "userspace", node=node.host).returncode == 0
+        assert kproxy("switch", "nftables", node=node.host).returncode == 0
+        assert node.is_answered()
+        _, log = proxy.end()
+    warnings = [line for line in log.splitlines() if "not served, set bindAddress" in line]
+    assert len(warnings) == 1
+    assert 'mode=userspace ip_family=IPv4 interfaces="cali1, cali2"' in warnings[0]
 
 
 def test_pods_are_served_at_an_address_of_the_node(node: Node) -> None:
