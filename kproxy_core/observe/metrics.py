@@ -388,9 +388,9 @@ class SyncMetrics(SyncObserver):
             programming = self._programming.labels(family)
             for then in synced.trigger_times:
                 programming.observe(now - then)
-        if synced.last_resorts:
-            self._last_resorts.labels(family).inc(sum(step.begins for step in synced.last_resorts))
-            self._last_resort_services[synced.family].set(synced.plans.last_resorts)
+        if synced.follow_ups.last_resorts:
+            self._last_resorts.labels(family).inc(sum(step.begins for step in synced.follow_ups.last_resorts))
+            self._last_resort_services[synced.family].set(len(synced.plans.last_resorts))
         without = [
             (plan, sign) for step in synced.steps for plan, sign in ((step.before, -1), (step.after, 1))
             if plan is not None and (plan.internal_policy_local or plan.external_policy_local)

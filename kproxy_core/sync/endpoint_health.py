@@ -14,8 +14,8 @@ from kproxy_core.model.address import Address, format_socket
 from kproxy_core.model.service import Destination, ServiceName, ServicePortKey
 from kproxy_core.plan.quarantine import RECENT, Answer, Answers, Attempt, Judge, Quarantined
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.observer import Synced, SyncObserver
-from kproxy_core.sync.plans import Step
 
 log = logging.getLogger("kproxy.run")
 

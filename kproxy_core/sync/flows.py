@@ -195,7 +195,7 @@ class StaleFlowObserver(SyncObserver):
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
-        changed = synced.udp_ports
+        changed = synced.follow_ups.udp_ports
         if self._instances.get(family) is not synced.instance:
             # Record its relays for all service ports: they answer flows even after another mode took over.
             self._instances[family] = synced.instance

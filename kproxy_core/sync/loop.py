@@ -212,7 +212,7 @@ class Loop:
 
     def programmed(self, settings: NodeSettings) -> list[Update]:
         """Return full updates as `updates`, but without changes that the serving backend fails to program."""
-        return self._updates(settings, lambda plans: plans.programmed)
+        return self._updates(settings, lambda plans: plans.difference.programmed)
 
     def _updates(
         self, settings: NodeSettings, plans_of: Callable[[FamilyPlans], Mapping[ServicePortKey, ServicePlan]]

@@ -1,9 +1,9 @@
 """Events of the sync loop, and the interface of its observers."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import one_line
@@ -11,10 +11,9 @@ from kproxy_core.contract.values import Scope, SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import BadObject
 from kproxy_core.model.node import NodeObject, NodeView
-from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.last_resort import LastResortStep
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.sync.plans import FamilyPlans, HealthCheck, Step
+from kproxy_core.sync.difference import Step
+from kproxy_core.sync.plans import FamilyPlans, FollowUps
 
 log = logging.getLogger("kproxy.run")
 
@@ -44,15 +43,7 @@ class Synced(Struct, frozen=True, kw_only=True):
     report: SyncReport | None = None
     """None: nothing differed, and the backend was not called."""
     steps: Sequence[Step] = ()
-    udp_ports: frozenset[ServicePortKey] = frozenset()
-    """UDP service ports with new plans or other serving endpoints since the last success, or that were tried
-    again."""
-    reset_ports: frozenset[ServicePortKey] = frozenset()
-    """See `FamilyPlans.reset_ports`."""
-    health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
-    """Health check node ports that may have changed since the last success; None: removed."""
-    last_resorts: Sequence[LastResortStep] = ()
-    """Services whose last resort began, changed or ended since the last success."""
+    follow_ups: FollowUps = FollowUps()
     trigger_times: Sequence[float] = ()
     """Times of the endpoint changes that were programmed, in seconds since the epoch."""
     named: Sequence[str] = ()

@@ -192,11 +192,12 @@ class ConnectionResets(SyncObserver):
         with of.lock:
             of.instances.add(synced.instance)
             of.serving = synced.instance
-            if not synced.reset_ports and of.is_synced and not is_missing:
+            if not synced.follow_ups.reset_ports and of.is_synced and not is_missing:
                 return
             of.follow(synced.plans)
             now = self._clock()
-            has_lost = [of.removed.put(key, synced.plans.kept(key), now) for key in synced.reset_ports]
+            reset_ports = synced.follow_ups.reset_ports
+            has_lost = [of.removed.put(key, synced.plans.kept(key), now) for key in reset_ports]
             of.is_synced = True
             self._spare_returned(synced.family, of)
             if is_missing:

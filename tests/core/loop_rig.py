@@ -19,13 +19,13 @@ from kproxy_core.observe.history import ChangeLog
 from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.server import HttpServer
+from kproxy_core.plan.health_checks import HealthCheck
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.flows import CleanupResult, Deletion, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.observer import Synced, SyncObserver
 from kproxy_core.sync.pacing import Pacing
-from kproxy_core.sync.plans import HealthCheck
 from tests.core.metric_values import values
 
 V4, V6 = Family.IPV4, Family.IPV6

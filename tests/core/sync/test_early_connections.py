@@ -13,9 +13,9 @@ from kproxy_core.contract.values import Scope
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Family, Protocol, Socket
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
-from kproxy_core.sync.plans import Step
 from tests.core.sync_events import NO_INSTANCE
 from tests.patience import PATIENCE
 

@@ -11,8 +11,8 @@ from kproxy_core.model.address import parse_address
 from kproxy_core.model.service import Destination, ServiceName
 from kproxy_core.plan.quarantine import Quarantined, Sentence
 from kproxy_core.plan.service_plan import ServicePlan, plan_service
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.endpoint_health import EndpointHealth, WatchedEndpoints
-from kproxy_core.sync.plans import Step
 from tests.core.loop_rig import Clock
 
 pytestmark = pytest.mark.pure
