@@ -16,7 +16,7 @@ from kproxy_core.model.timing import Repeats
 from kproxy_core.plan.budget import GIANT
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.isolation import Isolation
-from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
+from kproxy_core.sync.observer import Observers, Synced, SyncFailure
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
 
@@ -59,7 +59,7 @@ class FamilySync:
 
     def __init__(
         self, family: Family, store: Store, instance: BackendInstance, pacing: Pacing,
-        observers: SyncObserver, clock: Callable[[], float], cpu: Callable[[], float],
+        observers: Observers, clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
         """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
         self.plans = FamilyPlans(family, store)
@@ -186,7 +186,7 @@ class FamilySync:
         self._observers.sync_planned(self.plans)
         before = self._cpu()
         try:
-            report = self.instance.sync(self.plans.update(scope))
+            report = self._observers.update(self.instance, self.plans.update(scope))
         except Unsupported:
             raise
         except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must continue
