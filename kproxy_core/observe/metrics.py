@@ -194,8 +194,8 @@ def measure_process(version: str) -> Iterator[Measurement]:
             "process_network_receive_bytes_total", about.format("received"), "counter", received)
         yield Measurement("process_network_transmit_bytes_total", about.format("sent"), "counter", sent)
     threads = threading.active_count()
-    yield Measurement("go_threads", "Threads, under the name that dashboards expect", "gauge", threads)
-    yield Measurement("go_goroutines", "Threads, under the name that dashboards expect", "gauge", threads)
+    for name in ("go_threads", "go_goroutines"):
+        yield Measurement(name, "Threads, under the name in dashboards of Go programs", "gauge", threads)
     for thread, times in sorted(dict(failures).items()):
         yield Measurement(
             "kproxy_notification_failures_total", "Notifications of the kernel that could not be processed",
