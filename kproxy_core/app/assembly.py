@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,34 +16,21 @@ from typing import TYPE_CHECKING, Any
 from kproxy_core import __version__
 from kproxy_core.app import preparation
 from kproxy_core.app.control import ControlServer
-from kproxy_core.app.errors import Misused, NoAnswer, RequestRefused, RestartNeeded
+from kproxy_core.app.dispatch import Dispatcher
+from kproxy_core.app.errors import RestartNeeded
 from kproxy_core.app.family_checks import doubts, unservable
 from kproxy_core.app.notify import Heartbeat, ServiceManager
-from kproxy_core.app.replies import replied
-from kproxy_core.app.requests import (
-    Answer,
-    Compare,
-    Diff,
-    Explain,
-    Plans,
-    Report,
-    Request,
-    Status,
-    Switch,
-    Targets,
-    Top,
-    parse_texts,
-)
+from kproxy_core.app.requests import Explain, Top
 from kproxy_core.config.check import FEATURE_GATES
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config, effective, effective_flags
 from kproxy_core.contract.calls import BackendInstance
-from kproxy_core.contract.errors import BackendError
-from kproxy_core.contract.registry import Registry, UnknownMode
+from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import Fallback
 from kproxy_core.kube.store import Store
 from kproxy_core.linux import process, programs
 from kproxy_core.linux.addresses import AddressWatch
+from kproxy_core.linux.conntrack_limits import ConntrackLimits
 from kproxy_core.linux.process import cpu_seconds
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import Source
@@ -62,7 +50,7 @@ from kproxy_core.modes.settings import (
     served_families,
     settings_of_modes,
 )
-from kproxy_core.modes.switch import ModeSwitch, ReportProgress, SwitchFailed
+from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.events import EventRecorder
@@ -79,7 +67,7 @@ from kproxy_core.sync.endpoint_health import EndpointHealth
 from kproxy_core.sync.flows import CleanupResult, EarlyConnections, FlowCleaner, StaleFlowObserver
 from kproxy_core.sync.isolation import UnservedServices
 from kproxy_core.sync.loop import Loop
-from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.node_port_relays import NodePortRelays, by_timer
 from kproxy_core.sync.observer import SyncObserver
 from kproxy_core.sync.resets import ConnectionResets, ResetResult
@@ -89,7 +77,7 @@ if TYPE_CHECKING:
     from kproxy_core.app.overview import Overview
     from kproxy_core.kube.access import CurrentAccess
     from kproxy_core.kube.requests import Observe
-    from kproxy_core.observe.traffic import TrafficRecorder
+    from kproxy_core.observe.traffic.recorder import TrafficRecorder
 
 log = logging.getLogger("kproxy.run")
 
@@ -135,7 +123,8 @@ def make_recorder(
     """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
     if not config.kproxy.count_traffic:
         return None
-    from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficCollector, TrafficRecorder
+    from kproxy_core.observe.traffic.recorder import FrontendOwners, StoredTotals, TrafficRecorder
+    from kproxy_core.observe.traffic.series import TrafficCollector
 
     owners = FrontendOwners(families, time.monotonic)
     recorder = TrafficRecorder(
@@ -251,167 +240,251 @@ def run(
     chosen = choose(configuration, registry, config.mode, served_families())
     if problem := unservable(chosen.config, chosen.families):
         raise StartFailed(problem)
-    _Proxy(chosen, registry, configuration, access, manager).run()
+    _assemble(chosen, registry, configuration, access, manager).run()
     log.info("stopped")
 
 
-class _Proxy:
-    def __init__(
-        self, chosen: ChosenMode, registry: Registry, configuration: Configuration, access: "CurrentAccess",
-        manager: ServiceManager,
-    ) -> None:
-        """Make all parts without starting them. Raises StartFailed."""
-        config, instance, fallback, families = chosen
-        self._config = config
-        self._registry = registry
-        self._configuration = configuration
-        self._families = families
-        self._node = node_settings(config, registry.load(config.mode))
-        log.info("starting", extra={"fields": {
-            "version": __version__, "mode": config.mode, "node": self._node.name,
-            "families": ",".join(family.label for family in families),
-        }})
-        log.debug("flags", extra={"fields": configuration.flags})
-        journal = Journal(config.kproxy.state_directory)
-        self._metrics = Metrics(config.mode, __version__)
-        self._sync_metrics = SyncMetrics(self._metrics.registry, config.mode, families, time.time)
-        for name, enabled in config.feature_gates.items():
-            self._metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
-        self._relays = NodePortRelays(
-            lambda service, problem: self._events.report_service(
-                "FailedToListenOnNodePort", service, problem),
-            lambda family, problem: self._health.report("node ports on localhost", family, problem),
-            self._post, by_timer(self._post),
-            lambda backend: backend is self._switch.instance)
-        registry.syncing, registry.synced = self._relays.prepare, self._relays.follow
-        self._health = ProxyHealth(
-            families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
-        self._health.hold("other modes' leftovers have not been removed yet")
-        self._source = make_source(
-            config, self._node.name, access, self._metrics.client.record,
-            lambda problem: self._health.report("manifests", None, problem))
-        if config.kproxy.manifests:
-            from kproxy_core.kube.checks import CheckedSource
+def _assemble(
+    chosen: ChosenMode, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+    manager: ServiceManager,
+) -> "_Proxy":
+    """Make all parts without starting them, each after those that it needs. Raises StartFailed."""
+    config, instance, fallback, families = chosen
+    node = node_settings(config, registry.load(config.mode))
+    log.info("starting", extra={"fields": {
+        "version": __version__, "mode": config.mode, "node": node.name,
+        "families": ",".join(family.label for family in families),
+    }})
+    log.debug("flags", extra={"fields": configuration.flags})
 
-            checked = self._source = CheckedSource(self._source)
-            self._metrics.add_collector(lambda: [tuple(measure_checks(checked.results()))])
-        self._store = make_store(config, families, self._source)
-        self._events = make_events(config, self._node.name, access, self._metrics.client.record)
-        self._events.report_node("Normal", "Starting")
-        self._health.include("objects", lambda: map(str, self._source.problems()))
-        self._about = make_about(config, configuration.flags)
-        if fallback is not None:
-            self._fell_back(fallback)
-        self._limits = preparation.limits(config)
-        self._privileged = "CAP_NET_ADMIN" in process.network_privileges()
-        if not self._privileged:
-            log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
-        self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
-        self._server = HttpServer()
-        self._health.include("listeners", self._server.problems)
-        self._metrics.add_collector(lambda: [tuple(measure_problems(self._health.all_problems()))])
-        self._traffic = make_recorder(config, families, instance, self._metrics)
-        self._history = SyncHistory() if config.enable_profiling else None
-        self._unserved = UnservedServices(partial(self._events.report_service, "FailedToProgram"))
-        self._endpoint_health = EndpointHealth(self._quarantine, partial(
-            self._events.report_service, "EndpointInQuarantine", action="ChooseEndpoints"),
-            count_refusals=config.kproxy.count_refusals)
-        self._loop = Loop(
-            families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
-            pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
-        self._heartbeat = Heartbeat(
-            manager, self._loop.post, prepare=self._health.all_problems, status=self._status,
-            alive=self._health.alive)
-        self._settings_of = settings_of_modes(configuration, families)
-        self._mode_settings = partial(mode_settings, configuration, registry, families)
-        self._retiring = RetiringModes(
-            registry, self._settings_of, config.mode, preparation.return_freed_memory)
-        self._switch = ModeSwitch(
-            self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            mode_settings=self._mode_settings, mode_changed=self._mode_changed,
-            reason=entry.reason if (entry := journal.read()) is not None else Reason.CONFIGURATION)
-        self._desired = DesiredMode(
-            self._switch, self._events, self._health, key=config.kproxy.mode_from_node_label,
-            modes=registry.modes, conclude=partial(conclude, configuration, registry, families),
-            fell_back=self._fell_back)
-        self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
-        self._metrics.add_collector(lambda: [
-            *self._switch.instance.measure(), self._retiring.measure(), self._relays.measure(),
-            registry.calls.measure(), self._endpoint_health.measure(), self._unserved.measure()])
-        self._answers = cache(self._make_answers)
-        self._overview = cache(self._make_overview)
-        self._failures: list[str] = []
-        self._restart_needed = False
+    # What the others report to.
+    metrics = Metrics(config.mode, __version__)
+    sync_metrics = SyncMetrics(metrics.registry, config.mode, families, time.time)
+    for name, enabled in config.feature_gates.items():
+        metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
+    health = ProxyHealth(
+        families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
+    health.hold("other modes' leftovers have not been removed yet")
+    metrics.add_collector(lambda: [tuple(measure_problems(health.all_problems()))])
+    events = make_events(config, node.name, access, metrics.client.record)
+    about = make_about(config, configuration.flags)
+    shown = _ShownMode(about, metrics, sync_metrics, health, events)
 
-    def _post(self, call: Callable[[], None]) -> None:
-        self._loop.post(call)
+    # Objects.
+    source = make_source(config, node.name, access, metrics.client.record,
+                         partial(health.report, "manifests", None))
+    if config.kproxy.manifests:
+        from kproxy_core.kube.checks import CheckedSource
 
-    def _make_answers(self) -> "Answers":
-        from kproxy_core.app.answers import Answers  # a start needs none of what it imports
+        checked = source = CheckedSource(source)
+        metrics.add_collector(lambda: [tuple(measure_checks(checked.results()))])
+    health.include("objects", lambda: map(str, source.problems()))
+    store = make_store(config, families, source)
+    events.report_node("Normal", "Starting")
+    if fallback is not None:
+        shown.fell_back(fallback)
+    limits = preparation.limits(config)
+    privileged = "CAP_NET_ADMIN" in process.network_privileges()
+    if not privileged:
+        log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
+    tuned = not privileged or preparation.tune_conntrack(limits, events)
 
-        return Answers(self._loop, self._registry, self._switch, self._store,
-                       settings_of=self._settings_of, mode_settings=self._mode_settings,
-                       relay_problem=self._relays.problem)
+    # The loop, and what calls it.
+    loop = Loop(families, store, NodeFacts(node, frozenset()), instance, pacing=partial(pacing, config),
+                clock=time.monotonic, cpu=cpu_seconds)
+    relays = NodePortRelays(
+        partial(events.report_service, "FailedToListenOnNodePort"),
+        partial(health.report, "node ports on localhost"), loop.post, by_timer(loop.post), instance)
 
-    def _make_overview(self) -> "Overview":
-        from kproxy_core.app.overview import Overview  # nor this
+    def quarantine(endpoints: Quarantined, services: Collection[ServiceName]) -> None:
+        loop.post(partial(loop.set_quarantined, endpoints, services))
 
-        return Overview(self._loop, self._health, self._source.problems, self._about, self._history,
-                        self._traffic, self._node.name,
-                        lambda: {"configured": self._switch.configured, "before": self._switch.before,
-                                 "label": self._desired.named_by})
+    endpoint_health = EndpointHealth(
+        quarantine, partial(events.report_service, "EndpointInQuarantine", action="ChooseEndpoints"),
+        count_refusals=config.kproxy.count_refusals)
+    heartbeat = Heartbeat(manager, loop.post, prepare=health.all_problems,
+                          status=partial(_status, about, health, store), alive=health.alive)
+    server = HttpServer()
+    health.include("listeners", server.problems)
+    traffic = make_recorder(config, families, instance, metrics)
+    history = SyncHistory() if config.enable_profiling else None
+    unserved = UnservedServices(partial(events.report_service, "FailedToProgram"))
 
-    def _observers(self) -> list[SyncObserver]:
-        failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")
-        observers: list[SyncObserver] = [
-            self._health,
-            *(ServiceHealth(family, self._server, self._health.healthy, failed)
-              for family in self._families),
-            self._sync_metrics,
-            LastResortReports(partial(self._events.report_service, "LastResort", action="ChooseEndpoints")),
-            ChangeLog(),
-        ]
-        if self._traffic is not None:
-            observers.append(self._traffic.owners)
-        if self._history is not None:
-            observers.append(self._history)
-        if self._privileged:
-            observers += [
-                self._stale_flows(), EarlyConnections(self._sync_metrics.record_cleanup),
-                ConnectionResets(
-                    self._families, self._connections_reset, relayed=self._relays.reset_connections),
-                self._endpoint_health,
-            ]
-        if key := self._config.kproxy.mode_from_node_label:
-            observers.append(NodeLabel(key, lambda label: self._desired.set_label(label)))
-        observers += [self._unserved, preparation.FreedMemory()]
-        return observers
+    # Modes.
+    def mode_changed(serving: BackendInstance) -> None:
+        loop.post(partial(relays.settle, serving))
+        if traffic is not None:
+            layers = map(registry.layers, (about.mode, serving.mode))
+            traffic.switched(serving, shares=len({layer[0] for layer in layers}) == 1)
+        shown.changed(serving.mode, effective(configuration.of(serving.mode)))
+        _warn_of_unaddressed(serving, families)
+        loop.post(heartbeat.beat)
 
-    def _quarantine(self, endpoints: Quarantined, services: Collection[ServiceName]) -> None:
-        self._loop.post(partial(self._loop.set_quarantined, endpoints, services))
+    journal = Journal(config.kproxy.state_directory)
+    settings_of = settings_of_modes(configuration, families)
+    settings_of_mode = partial(mode_settings, configuration, registry, families)
+    retiring = RetiringModes(registry, settings_of, config.mode, preparation.return_freed_memory)
+    switch = ModeSwitch(
+        loop, registry, retiring, journal, instance=instance, configured=configuration.mode,
+        mode_settings=settings_of_mode, mode_changed=mode_changed,
+        reason=entry.reason if (entry := journal.read()) is not None else Reason.CONFIGURATION)
+    desired = DesiredMode(
+        switch, events, health, key=config.kproxy.mode_from_node_label, modes=registry.modes,
+        conclude=partial(conclude, configuration, registry, families), fell_back=shown.fell_back)
+    takeover = Takeover(registry, settings_of, switch, retiring, health)
+    metrics.add_collector(lambda: [
+        *switch.instance.measure(), retiring.measure(), relays.measure(), registry.calls.measure(),
+        endpoint_health.measure(), unserved.measure()])
 
-    def _stale_flows(self) -> StaleFlowObserver:
-        """Return an observer whose flows a thread deletes, and whose results are handled on the loop's."""
-        def cleaned(result: CleanupResult) -> None:
-            if result.deleted is not None:
-                self._sync_metrics.record_cleanup(result.family, result.deleted, result.seconds)
-            self._loop.post(partial(observer.finish, result))
+    # Requests. A start needs none of what the two modules import.
+    @cache
+    def answers() -> "Answers":
+        from kproxy_core.app.answers import Answers
 
-        observer = StaleFlowObserver(self._families, FlowCleaner(cleaned).clean)
-        return observer
+        return Answers(loop, registry, switch, store, settings_of=settings_of,
+                       mode_settings=settings_of_mode, relay_problem=relays.problem)
 
-    def _connections_reset(self, result: ResetResult) -> None:
-        self._sync_metrics.record_resets(result)
-        self._health.report("connections to removed endpoints", result.family, result.problem)
+    @cache
+    def overview() -> "Overview":
+        from kproxy_core.app.overview import Overview
+
+        return Overview(loop, health, source.problems, about, history, traffic, node.name,
+                        lambda: {"configured": switch.configured, "before": switch.before,
+                                 "label": desired.named_by})
+
+    proxy = _Proxy(
+        config=config, registry=registry, configuration=configuration, families=families, node=node,
+        metrics=metrics, health=health, events=events, about=about, source=source, store=store, loop=loop,
+        relays=relays, endpoint_health=endpoint_health, heartbeat=heartbeat, server=server, traffic=traffic,
+        retiring=retiring, switch=switch, desired=desired, takeover=takeover,
+        dispatcher=Dispatcher(registry, switch, desired, metrics, about, answers, overview),
+        limits=limits, privileged=privileged, tuned=tuned)
+
+    # Everything that is done around a sync, in this order at each event of `SyncObserver`.
+    loop.observe([
+        relays,
+        health,
+        *(ServiceHealth(family, server, health.healthy,
+                        partial(events.report_service, "FailedToStartServiceHealthcheck"))
+          for family in families),
+        sync_metrics,
+        LastResortReports(partial(events.report_service, "LastResort", action="ChooseEndpoints")),
+        ChangeLog(),
+        *([traffic.owners] if traffic is not None else ()),
+        *([history] if history is not None else ()),
+        *((
+            _stale_flows(families, loop, sync_metrics),
+            EarlyConnections(sync_metrics.record_cleanup),
+            ConnectionResets(families, partial(_connections_reset, sync_metrics, health),
+                             relayed=relays.reset_connections),
+            endpoint_health,
+        ) if privileged else ()),
+        *([NodeLabel(key, desired.set_label)] if (key := config.kproxy.mode_from_node_label) else ()),
+        unserved,
+        preparation.FreedMemory(),
+        proxy,
+    ])
+    return proxy
+
+
+def _stale_flows(families: Sequence[Family], loop: Loop, metrics: SyncMetrics) -> StaleFlowObserver:
+    """Return an observer whose flows a thread deletes, and whose results are handled on the loop's."""
+    def cleaned(result: CleanupResult) -> None:
+        if result.deleted is not None:
+            metrics.record_cleanup(result.family, result.deleted, result.seconds)
+        loop.post(partial(observer.finish, result))
+
+    observer = StaleFlowObserver(families, FlowCleaner(cleaned).clean)
+    return observer
+
+
+def _connections_reset(metrics: SyncMetrics, health: ProxyHealth, result: ResetResult) -> None:
+    metrics.record_resets(result)
+    health.report("connections to removed endpoints", result.family, result.problem)
+
+
+def _warn_of_unaddressed(instance: BackendInstance, families: Sequence[Family]) -> None:
+    preparation.warn_of_unaddressed(instance.mode, families, instance.needs_interface_addresses)
+
+
+def _status(about: About, health: ProxyHealth, store: Store) -> str:
+    """Return this process's state in one line, for systemd."""
+    problems = "; ".join(health.last_problems())
+    return f"mode {about.mode}: {problems or f'{len(store.services)} Services'}"
+
+
+@dataclass(frozen=True)
+class _ShownMode:
+    """Where it is shown which mode serves."""
+
+    about: About
+    metrics: Metrics
+    sync_metrics: SyncMetrics
+    health: ProxyHealth
+    events: EventRecorder
+
+    def fell_back(self, fallback: Fallback) -> None:
+        self.metrics.set_fallback(fallback.wanted, fallback.serving)
+        self.events.report_node("Warning", "ModeFallback", str(fallback))
+        self.about.fallback = fallback
+        self._show_fallback(self.about.mode)
+
+    def changed(self, mode: str, configuration: Mapping[str, Any]) -> None:
+        """Show that *mode* serves, with its effective *configuration*."""
+        self._show_fallback(mode)
+        self.metrics.set_mode(mode)
+        self.sync_metrics.set_mode(mode)
+        self.about.configuration = configuration
+        self.about.mode = mode  # After everything that others read once they have seen it.
+        self.events.report_node("Normal", "ModeSwitched", mode)
+
+    def _show_fallback(self, serving: str) -> None:
+        self.health.report("mode", None, str(self.about.fallback_to(serving) or ""))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Proxy(SyncObserver):
+    """All parts of the process, which starts and stops them. `_assemble` makes it."""
+
+    config: Config
+    registry: Registry
+    configuration: Configuration
+    families: tuple[Family, ...]
+    node: NodeSettings
+    metrics: Metrics
+    health: ProxyHealth
+    events: EventRecorder
+    about: About
+    source: Source
+    store: Store
+    loop: Loop
+    relays: NodePortRelays
+    endpoint_health: EndpointHealth
+    heartbeat: Heartbeat
+    server: HttpServer
+    traffic: "TrafficRecorder | None"
+    retiring: RetiringModes
+    switch: ModeSwitch
+    desired: DesiredMode
+    takeover: Takeover
+    dispatcher: Dispatcher
+    limits: ConntrackLimits
+    privileged: bool
+    """This process may change rules and connection tracking."""
+    tuned: bool
+    """`limits` are set, or need not be."""
+    failures: list[str] = field(default_factory=list)
+    """Listeners without which it must not run."""
+    restart_needed: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Run until a signal or a change of the configuration file. Raises StartFailed or RestartNeeded."""
         with ExitStack() as parts:
             self._start(parts)
-            self._loop.run()
-        if self._failures:
-            raise StartFailed("; ".join(self._failures))
-        if self._restart_needed:
+            self.loop.run()
+        if self.failures:
+            raise StartFailed("; ".join(self.failures))
+        if self.restart_needed.is_set():
             raise RestartNeeded("the content of the configuration file has changed: a restart is needed")
 
     def _start(self, parts: ExitStack) -> None:
@@ -419,160 +492,74 @@ class _Proxy:
 
         Backends are closed last: the other parts measure them, read their counts and change modes.
         """
-        parts.callback(self._relays.close)
-        parts.callback(lambda: self._switch.instance.close())
-        parts.callback(self._retiring.close)
-        if self._traffic is not None:
-            parts.callback(self._traffic.stop)
-        parts.callback(self._server.stop)
-        self._server.start()
+        parts.callback(self.relays.close)
+        parts.callback(lambda: self.switch.instance.close())
+        parts.callback(self.retiring.close)
+        if self.traffic is not None:
+            parts.callback(self.traffic.stop)
+        parts.callback(self.server.stop)
+        self.server.start()
         self._listen()
-        watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
+        watcher = AddressWatch(self.loop.set_addresses, self.registry.is_of_node)
         parts.callback(watcher.close)
-        self._loop.set_addresses(watcher.addresses)
-        stop_on_signals(self._loop.stop)
-        parts.callback(self._events.close)
-        self._source.start(self._loop.emit)
-        parts.callback(self._source.stop)
-        followed = FollowedFile(self._configuration, self._switch, self._desired, self._need_restart)
+        self.loop.set_addresses(watcher.addresses)
+        stop_on_signals(self.loop.stop)
+        parts.callback(self.events.close)
+        self.source.start(self.loop.emit)
+        parts.callback(self.source.stop)
+        followed = FollowedFile(self.configuration, self.switch, self.desired, self._need_restart)
         parts.callback(followed.close)
-        parts.callback(self._desired.close)
-        parts.callback(self._takeover.stop)
-        control = ControlServer(self._answer)
+        parts.callback(self.desired.close)
+        parts.callback(self.takeover.stop)
+        control = ControlServer(self.dispatcher.answer)
         parts.callback(control.stop)
         control.start()
-        parts.callback(self._endpoint_health.stop)
-        parts.callback(self._heartbeat.stop)
-        self._heartbeat.start()
+        parts.callback(self.endpoint_health.stop)
+        parts.callback(self.heartbeat.stop)
+        self.heartbeat.start()
 
-    # Requests --------------------------------------------------------------------------------
-
-    def _answer(self, request: Request, report_progress: ReportProgress) -> Answer:
-        """Fulfil a request of the control socket or of the page. Raises RequestRefused."""
-        try:
-            match request:
-                case Switch(mode=mode):
-                    self._registry.check_mode(mode)
-                    self._desired.switch_by_hand(mode, report_progress)
-                    return {"mode": self._switch.instance.mode, "configured": self._switch.configured,
-                            "label": self._desired.named_by}
-                case Compare(mode=mode):
-                    self._registry.check_mode(mode)
-                    self._desired.permit(mode)
-                    return self._answers().compare(request)
-                case Explain():
-                    return self._answers().explain(request)
-                case Diff():
-                    return self._answers().diff()
-                case Targets():
-                    return self._answers().targets(request)
-                case Report():
-                    return {**self._answers().report(), **self._own_report()}
-                case Plans():
-                    return self._answers().plans()
-                case Status():
-                    return replied(self._overview().condition())
-                case Top():
-                    return {"status": self._overview().status(), **self._overview().services(request)}
-        except Misused:
-            raise
-        except UnknownMode as error:
-            raise Misused(str(error)) from error
-        except (BackendError, NoAnswer, SwitchFailed) as error:
-            raise RequestRefused(str(error)) from error
-
-    def _answer_page(self, kind: type[Explain] | type[Top], given: Mapping[str, str]) -> Answer:
-        """Answer the page's question with the fields *given*. A refusal is in ``problem``."""
-        try:
-            return self._answer(parse_texts(kind, given), log.debug)
-        except RequestRefused as error:
-            return {"problem": str(error)}
-
-    def _own_report(self) -> Mapping[str, Any]:
-        """Return the fields of a report about this process."""
-        metrics, _ = self._metrics.exposition()
-        return {
-            "configuration": self._about.configuration, "metrics": metrics.decode().splitlines(),
-            "log": logs.recent_lines(),
-        }  # fmt: skip
-
-    # Servers ---------------------------------------------------------------------------------
+    def all_synced(self) -> None:
+        """Finish the start, once every family is in sync."""
+        preparation.settle_memory()
+        if self.traffic is not None:
+            self.traffic.start()
+        if not self.tuned and not preparation.tune_conntrack(self.limits, self.events):
+            log.warning("the kernel does not track connections; their limits and timeouts are not set")
+        if self.privileged:
+            for doubt in doubts(self.config, self.node, self.families, self.store.node):
+                log.warning("suspicious configuration", extra={"fields": {"because": doubt}})
+            _warn_of_unaddressed(self.switch.instance, self.families)
+            self.takeover.start()
+        else:
+            self.health.release()
+        self.events.start()
+        self.desired.start()
+        self.heartbeat.set_ready()
 
     def _listen(self) -> None:
-        if self._config.healthz_bind_address is not None:
+        if self.config.healthz_bind_address is not None:
             self._listen_at("the health server", "FailedToStartProxierHealthcheck",
-                            self._config.healthz_bind_address, health_routes(self._health, self._metrics))
-        if self._config.enable_profiling:
+                            self.config.healthz_bind_address, health_routes(self.health, self.metrics))
+        if self.config.enable_profiling:
             from kproxy_core.observe.pages import page_handlers
 
             pages = page_handlers(
-                lambda: self._overview().status(), partial(self._answer_page, Top),
-                partial(self._answer_page, Explain))
-            self._about.debug = Debug(logs.set_verbosity).handlers | pages
+                self.dispatcher.status, partial(self.dispatcher.answer_page, Top),
+                partial(self.dispatcher.answer_page, Explain))
+            self.about.debug = Debug(logs.set_verbosity).handlers | pages
         self._listen_at("the metrics server", "FailedToStartMetricServer",
-                        self._config.metrics_bind_address, metrics_routes(self._metrics, self._about))
+                        self.config.metrics_bind_address, metrics_routes(self.metrics, self.about))
 
     def _listen_at(self, name: str, reason: str, where: BindAddress, handler: Handler) -> None:
         def failed(error: OSError) -> None:
             problem = f"{name} can't listen on {where}: {error}"
-            self._events.report_node("Warning", reason, problem)
-            self._failures.append(problem)
-            self._loop.stop()
+            self.events.report_node("Warning", reason, problem)
+            self.failures.append(problem)
+            self.loop.stop()
 
-        give_up = failed if self._config.bind_address_hard_fail else None
-        self._server.listen(name, [where], handler, both_families=True, failed=give_up)
-
-    # Events of the parts ---------------------------------------------------------------------
+        give_up = failed if self.config.bind_address_hard_fail else None
+        self.server.listen(name, [where], handler, both_families=True, failed=give_up)
 
     def _need_restart(self) -> None:
-        self._restart_needed = True
-        self._loop.stop()
-
-    def _all_synced(self) -> None:
-        """Finish the start, once every family is in sync."""
-        preparation.settle_memory()
-        if self._traffic is not None:
-            self._traffic.start()
-        if not self._tuned and not preparation.tune_conntrack(self._limits, self._events):
-            log.warning("the kernel does not track connections; their limits and timeouts are not set")
-        if self._privileged:
-            for doubt in doubts(self._config, self._node, self._families, self._store.node):
-                log.warning("suspicious configuration", extra={"fields": {"because": doubt}})
-            self._warn_of_unaddressed(self._switch.instance)
-            self._takeover.start()
-        else:
-            self._health.release()
-        self._events.start()
-        self._desired.start()
-        self._heartbeat.set_ready()
-
-    def _status(self) -> str:
-        """Return this process's state in one line, for systemd."""
-        problems = "; ".join(self._health.last_problems())
-        return f"mode {self._about.mode}: {problems or f'{len(self._store.services)} Services'}"
-
-    def _fell_back(self, fallback: Fallback) -> None:
-        self._metrics.set_fallback(fallback.wanted, fallback.serving)
-        self._events.report_node("Warning", "ModeFallback", str(fallback))
-        self._about.fallback = fallback
-        self._show_fallback(self._about.mode)
-
-    def _show_fallback(self, serving: str) -> None:
-        self._health.report("mode", None, str(self._about.fallback_to(serving) or ""))
-
-    def _warn_of_unaddressed(self, instance: BackendInstance) -> None:
-        preparation.warn_of_unaddressed(instance.mode, self._families, instance.needs_interface_addresses)
-
-    def _mode_changed(self, instance: BackendInstance) -> None:
-        self._loop.post(partial(self._relays.settle, instance))
-        if self._traffic is not None:
-            layers = map(self._registry.layers, (self._about.mode, instance.mode))
-            self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
-        self._show_fallback(instance.mode)
-        self._metrics.set_mode(instance.mode)
-        self._sync_metrics.set_mode(instance.mode)
-        self._about.configuration = effective(self._configuration.of(instance.mode))
-        self._about.mode = instance.mode  # After everything that others read once they have seen it.
-        self._events.report_node("Normal", "ModeSwitched", instance.mode)
-        self._warn_of_unaddressed(instance)
-        self._loop.post(self._heartbeat.beat)
+        self.restart_needed.set()
+        self.loop.stop()

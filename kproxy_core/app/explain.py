@@ -509,6 +509,7 @@ def answer(
         "protocol": packet.protocol.name,
         "frontend": None,
         "outcome": fate.outcome.value,
+        "planned": fate.outcome.value,
         "because": fate.because,
         "policy": fate.policy.value if fate.policy else "",
         "endpoints": _endpoints(fate),

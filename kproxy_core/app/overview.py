@@ -18,7 +18,8 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.history import SyncHistory
 from kproxy_core.observe.pages import About
-from kproxy_core.observe.traffic import EndpointTotal, Total, TrafficRecorder
+from kproxy_core.observe.traffic.recorder import TrafficRecorder
+from kproxy_core.observe.traffic.totals import EndpointTotal, Total
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.plans import FamilyPlans

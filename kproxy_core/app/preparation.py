@@ -16,7 +16,7 @@ from kproxy_core.config.settings import Config
 from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Scope
 from kproxy_core.linux.addresses import read_interface_addresses
-from kproxy_core.linux.conntrack import ConntrackLimits, apply_limits
+from kproxy_core.linux.conntrack_limits import ConntrackLimits, apply_limits
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.links import read_links, shortened, unaddressed_links
 from kproxy_core.model.address import Family

@@ -24,7 +24,7 @@ def tries(packet: Mapping[str, Any]) -> list[Expectation]:
     """Return the targets for *packet*, an answer of ``kproxy explain``: its frontend, then its endpoints."""
     endpoints = [each["endpoint"] for each in packet["endpoints"]]
     through: Expectation = {
-        "frontend": packet["to"], "protocol": packet["protocol"], "outcome": packet["outcome"],
+        "frontend": packet["to"], "protocol": packet["protocol"], "outcome": packet["planned"],
         "endpoints": endpoints, "sticky": packet["affinity"] is not None,
         "rarest": min((each["share"] for each in packet["endpoints"]), default=0.0),
         "translated": packet["kernel"]["translation"] in _KNOWN_BY_FLOWS and not _is_relayed(packet),

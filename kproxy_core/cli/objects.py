@@ -20,6 +20,7 @@ from kproxy_core.kube.store import Store
 from kproxy_core.linux.addresses import node_addresses
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.events import BadObject, Event
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.choice import conclude
 from kproxy_core.modes.settings import (
     StartFailed,
@@ -35,13 +36,21 @@ from kproxy_core.sync.plans import FamilyPlans
 log = logging.getLogger("kproxy.run")
 
 
+class ObjectPlans(FamilyPlans):
+    """Plans for objects that no running proxy serves."""
+
+    def relay_problem(self, key: ServicePortKey) -> str:
+        """Return "": no relay runs that could fail."""
+        return ""
+
+
 class Objects(NamedTuple):
     """The plans for objects that were read without a running proxy, and a backend of the mode.
 
     A `kproxy_core.app.answers.PlannedNode`.
     """
 
-    plans: Mapping[Family, FamilyPlans]
+    plans: Mapping[Family, ObjectPlans]
     registry: Registry
     instance: BackendInstance
     settings_of: Callable[[str], BackendSettings]
@@ -89,8 +98,8 @@ def read_objects(
         instance.close()
 
 
-def _planned(family: Family, store: Store, facts: NodeFacts) -> FamilyPlans:
-    plans = FamilyPlans(family, store)
+def _planned(family: Family, store: Store, facts: NodeFacts) -> ObjectPlans:
+    plans = ObjectPlans(family, store)
     plans.set_node(facts.view(family), facts.addresses)
     for conflict in plans.plan():
         log.warning(str(conflict))

@@ -20,7 +20,8 @@ from kproxy_core.cli.terminal import encoded_event, faint, hint, show, strong
 from kproxy_core.config.flags import RULES, SOURCES, Flags
 from kproxy_core.contract.errors import PluginFailed
 from kproxy_core.linux.addresses import node_addresses
-from kproxy_core.linux.conntrack import FlowTuple, find_flow, flow_events
+from kproxy_core.linux.conntrack import FlowTuple, find_flow
+from kproxy_core.linux.conntrack_events import flow_events
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.links import read_links
 from kproxy_core.linux.node_state import legacy_tables

@@ -32,7 +32,7 @@ from kproxy_core.cli.options import OBJECTS, OUTPUT, VERBOSE, FlagCommand, given
 from kproxy_core.cli.run import cli_errors
 from kproxy_core.cli.terminal import bad, good, hint, show_answer
 from kproxy_core.config.flags import RULES, SOURCES, Flags
-from kproxy_core.linux.conntrack import FlowEvent, flow_events
+from kproxy_core.linux.conntrack_events import FlowEvent, flow_events
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, parse_address
 from kproxy_core.model.service import Destination

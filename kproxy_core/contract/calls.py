@@ -20,7 +20,6 @@ from msgspec import Struct
 from pluggy import HookCaller, HookImpl, HookRelay
 
 from kproxy_core.contract import hooks, values
-from kproxy_core.contract import values as api
 from kproxy_core.contract.backend import Backend
 from kproxy_core.contract.errors import BackendError, PluginFailed, one_line
 from kproxy_core.contract.values import Measurement
@@ -151,14 +150,16 @@ def _name(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind)) if typing.get_origin(kind) is None else str(kind)
 
 
-def _bad_connections(values: Collection[api.Connections]) -> str:
-    for field, kind in (("failed", api.Failure), ("carried", api.Carried), ("handshakes", api.Handshake)):
-        parts = [part for value in values if (part := getattr(value, field))]
+def _bad_connections(connections: Collection[values.Connections]) -> str:
+    kinds = {"failed": values.Failure, "carried": values.Carried, "handshakes": values.Handshake}
+    for field, kind in kinds.items():
+        parts = [part for value in connections if (part := getattr(value, field))]
         if not set(map(len, parts)) <= {len(kind)}:
             return f"Connections.{field}: not {len(kind)} numbers, nor none"
         if _beyond(chain.from_iterable(parts)):
             return f"Connections.{field}: a number beyond 0 to 2^53"
-    return "Connections.number: beyond 0 to 2^53" if _beyond(value.number for value in values) else ""
+    is_beyond = _beyond(value.number for value in connections)
+    return "Connections.number: beyond 0 to 2^53" if is_beyond else ""
 
 
 def _beyond(numbers: Iterable[int]) -> bool:
@@ -166,8 +167,8 @@ def _beyond(numbers: Iterable[int]) -> bool:
     return bool(found) and not 0 <= min(found) <= max(found) <= _LARGEST_COUNT
 
 
-def _bad_measurements(values: Collection[api.Measurement]) -> str:
-    for value in values:
+def _bad_measurements(measurements: Collection[values.Measurement]) -> str:
+    for value in measurements:
         if not _METRIC.fullmatch(value.name):
             return f"Measurement.name: {value.name!a:.60}, not a Prometheus name"
         for label in value.labels:
@@ -177,7 +178,7 @@ def _bad_measurements(values: Collection[api.Measurement]) -> str:
 
 
 _RULES: Mapping[Any, Callable[[Any], str]] = {
-    api.Connections: _bad_connections, api.Measurement: _bad_measurements,
+    values.Connections: _bad_connections, values.Measurement: _bad_measurements,
 }
 
 
@@ -383,13 +384,11 @@ class BackendInstance:
 
     def __init__(
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend], hook: HookRelay,
-        calls: HookCalls, syncing: Callable[["BackendInstance", values.Update], None],
-        synced: Callable[["BackendInstance", values.Update], None],
+        calls: HookCalls,
     ) -> None:
         """*layers*: the backend of *mode*, and before it its base's, if it has one, by mode.
 
-        *hook* has the hooks of the plugin and of all observers. *syncing* is called before each sync,
-        *synced* after each that succeeds.
+        *hook* has the hooks of the plugin and of all observers.
         """
         self.mode = mode
         self.settings = settings
@@ -403,7 +402,6 @@ class BackendInstance:
             for method in METHODS
         }
         self._calls = calls
-        self._syncing, self._synced = syncing, synced
 
     begin = _guarded(Backend.begin)
 
@@ -412,10 +410,8 @@ class BackendInstance:
         caller = self.hook.kproxy_sync
         called = _Called.of(caller)
         called = called._replace(functions=[*called.functions, *self._called["sync"].functions])
-        self._syncing(self, update)
         report = self._calls.guard(
             called, lambda: _checked(caller, caller(backend=self.backend, update=update)), problem_of=_lack)
-        self._synced(self, update)
         return cast(values.SyncReport, report)
 
     relays = _guarded(Backend.relays, otherwise=frozenset())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -167,10 +167,6 @@ class Registry:
         self.broken: list[BrokenPlugin] = []
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
-        self.syncing: Callable[[BackendInstance, values.Update], None] = lambda instance, update: None
-        """Called before each sync of any backend."""
-        self.synced: Callable[[BackendInstance, values.Update], None] = lambda instance, update: None
-        """Called after each sync that succeeds, of any backend."""
         self._blocked = frozenset(name for name, is_wanted in named.items() if not is_wanted)
         installed = list(installed_entry_points() if entry_points is None else entry_points)
         for entry in installed:
@@ -269,9 +265,7 @@ class Registry:
     def _instance(
         self, mode: str, settings: values.BackendSettings, layers: Mapping[str, Backend]
     ) -> BackendInstance:
-        return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls,
-                               lambda instance, update: self.syncing(instance, update),
-                               lambda instance, update: self.synced(instance, update))
+        return BackendInstance(mode, settings, layers, self._managers[mode].hook, self.calls)
 
     def _make(self, mode: str, settings: values.BackendSettings, base: Backend | None) -> Backend:
         made: Backend | None = self._call(

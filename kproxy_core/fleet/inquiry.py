@@ -110,7 +110,7 @@ class _Packet(Struct, frozen=True):
     to: _Text
     protocol: Literal["TCP", "UDP", "SCTP"]
     frontend: _Frontend | None
-    outcome: Literal["forwarded", "refused", "dropped", "not touched"]
+    outcome: Literal["forwarded", "refused", "dropped", "not touched", "depends"]
     because: _Text
     policy: _Text
     endpoints: list[_Share]

@@ -100,7 +100,7 @@ class ApiRequests:
         """Return a page of a list, and whether it is protobuf. Only the *first* page waits for the rate
         limit.
 
-        Raises StatusError, ResourceExpired, OSError, ProtocolError, TooLarge.
+        Raises StatusError, ResourceExpired, OSError, ProtocolError.
         """
         # The other pages belong to the same list, which kube-proxy requests as a whole.
         response, data = self._get(target, self._wait_for_turn() if first else 0.0, is_list=True)

@@ -1,4 +1,4 @@
-"""The nf_tables table that resets TCP connections through a frontend to an endpoint.
+"""The nf_tables table that resets TCP connections to a dialled socket that an endpoint answers.
 
 It works for all connections whose translation connection tracking knows, whichever rules translated them,
 and exists only while there is something to reset.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.rulesets import ruleset, table_exists
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, Socket
 from kproxy_core.model.service import Destination
 from kproxy_core.nft.elements import Element
 from kproxy_core.nft.objects import Chain, Container, Hook, Object, Table
@@ -32,7 +32,6 @@ from kproxy_core.nft.rules import (
     tcp_flags,
 )
 from kproxy_core.nft.transaction import RulesetSocket
-from kproxy_core.plan.service_plan import Frontend
 
 TABLE = "kproxy-resets"
 MOST = 1 << 16
@@ -45,9 +44,9 @@ _PORT = struct.Struct(">H2x")
 
 
 class Pair(NamedTuple):
-    """A dialled frontend with its address, and the endpoint to which its connections are translated."""
+    """A dialled socket, and the endpoint to which TCP connections to it are translated."""
 
-    frontend: Frontend
+    dialled: Socket
     endpoint: Destination
 
 
@@ -88,8 +87,8 @@ def reset_objects(family: Family) -> list[Object]:
 
 
 def element(pair: Pair) -> Element:
-    (dialled, _, port), (address, endpoint_port) = pair
-    return Element((dialled or b"") + _PORT.pack(port) + address + _PORT.pack(endpoint_port))
+    (dialled, port), (address, endpoint_port) = pair
+    return Element(dialled + _PORT.pack(port) + address + _PORT.pack(endpoint_port))
 
 
 def parse_element(family: Family, found: Element) -> Pair | None:
@@ -100,7 +99,7 @@ def parse_element(family: Family, found: Element) -> Pair | None:
     dialled, endpoint = (
         Destination(Address(part[: family.size]), _PORT.unpack_from(part, family.size)[0])
         for part in (found.key[:half], found.key[half:]))
-    return Pair(Frontend(dialled.address, Protocol.TCP, dialled.port), endpoint)
+    return Pair((dialled.address, dialled.port), endpoint)
 
 
 class ResetTable:

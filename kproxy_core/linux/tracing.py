@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
-from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
+from kproxy_core.linux.conntrack import FlowTuple
+from kproxy_core.linux.conntrack_events import FlowEvent, FlowEventType
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import CommandRefused, Listing, NftOption, list_chain, list_tables
 from kproxy_core.model.address import Address, Family, Protocol, family_of

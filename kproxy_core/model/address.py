@@ -10,6 +10,8 @@ from typing import Final, NamedTuple, NewType
 
 Address = NewType("Address", bytes)
 """A packed IP address: 4 bytes (IPv4) or 16 bytes (IPv6), network order."""
+Socket = tuple[Address, int]
+"""Address and port; a `Destination` is one."""
 
 _pack: Callable[[int, str], Address] = socket.inet_pton  # type: ignore[assignment]
 _IPV4, _IPV6 = int(socket.AF_INET), int(socket.AF_INET6)

@@ -105,7 +105,7 @@ def prove(
     whatever the backend raises.
     """
     for _ in range(_TRIES):
-        if not sum(loop.call(partial(instance.sync, update)).operations for update in updates):
+        if not sum(loop.call(partial(loop.update, instance, update)).operations for update in updates):
             break
     else:
         raise ProofFailed(f"{instance.mode}: the kernel does not hold what was programmed")
@@ -140,7 +140,7 @@ def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: froze
             cluster=(Destination(own, port),), hairpins=(own,), has_endpoints=True,
         )  # fmt: skip
         try:
-            loop.call(partial(instance.sync, _update(full, plan)))
+            loop.call(partial(loop.update, instance, _update(full, plan)))
             problem = ""
             for _ in range(_ATTEMPTS):
                 problem = _attempt(listener, vip, port)
@@ -148,7 +148,7 @@ def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: froze
                     return name
             raise ProofFailed(f"{instance.mode}: {name} did not reach its endpoint: {problem}")
         finally:
-            loop.call(partial(instance.sync, _update(full, None)))
+            loop.call(partial(loop.update, instance, _update(full, None)))
 
 
 def _update(full: Update, plan: ServicePlan | None) -> Update:
@@ -395,11 +395,11 @@ class ModeSwitch:
 
         The loop answers requests between two parts.
         """
-        report = part = self._loop.call(partial(instance.sync, update))
+        report = part = self._loop.call(partial(self._loop.update, instance, update))
         while part.unfinished:
             changed = {key: update.plans.get(key) for key in part.unfinished}
             rest = replace(update, scope=Scope.CHANGED, changed=changed)
-            part = self._loop.call(partial(instance.sync, rest))
+            part = self._loop.call(partial(self._loop.update, instance, rest))
         return report
 
     def _settle(self, mode: str, reason: Reason) -> None:

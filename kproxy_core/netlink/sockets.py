@@ -1,6 +1,5 @@
 """Netlink sockets: requests, batches, dumps and notifications (linux/netlink.h)."""
 
-import ctypes
 import errno
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kproxy_core.netlink import messages as netlink
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, Malformed
+from kproxy_core.netlink.socket_filter import ACCEPT, DROP, Instruction, assemble, attach, if_equal, load
 
 T = TypeVar("T")
 
@@ -23,10 +23,11 @@ log = logging.getLogger("kproxy.host")
 _SOL_NETLINK: Final = 270
 _NETLINK_ADD_MEMBERSHIP: Final = 1
 _NETLINK_CAP_ACK: Final = 10
-_SO_ATTACH_FILTER: Final = 26
 _SO_SNDBUFFORCE: Final = 32
 _SO_RCVBUFFORCE: Final = 33
 
+_PORT: Final = 12
+"""Offset in a message of the port that sent or caused it."""
 _RECEIVE_SIZE: Final = 1 << 17
 """Size in bytes of one read, above the 32 KiB that the kernel puts into one part of a dump."""
 _DUMP_ATTEMPTS: Final = 5
@@ -115,20 +116,6 @@ class RequestError(NamedTuple):
         return OSError(self.code, os.strerror(self.code))
 
 
-class Instruction(NamedTuple):
-    """An instruction of classic BPF (linux/filter.h)."""
-
-    code: int
-    if_true: int
-    if_false: int
-    value: int
-
-
-LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
-"""Codes of instructions. Loads are big-endian, netlink headers are in host order."""
-ACCEPT, DROP = Instruction(RETURN, 0, 0, 0xFFFFFFFF), Instruction(RETURN, 0, 0, 0)
-
-
 class RawSocket(Protocol):
     """The methods of a `socket.socket` by which messages are sent and received."""
 
@@ -175,7 +162,7 @@ class Linux:
             _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
             _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
             if accept:
-                _attach_filter(sock, accept)
+                attach(sock, accept)
             for group in groups:
                 sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
         except OSError:
@@ -404,21 +391,12 @@ def _set_buffer(sock: socket.socket, force: int, option: int, size: int) -> None
         sock.setsockopt(socket.SOL_SOCKET, option, size)
 
 
-def _ignoring(ports: Collection[int]) -> list[Instruction]:
+def _ignoring(ports: Collection[int]) -> Sequence[Instruction]:
     """Return a filter that drops datagrams whose first message was caused by one of *ports*."""
     values = [int.from_bytes(struct.pack("=I", port), "big") for port in ports]
-    return [
-        Instruction(LOAD_WORD, 0, 0, 12),
-        *(Instruction(JUMP_IF_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)),
-        ACCEPT, DROP,
-    ] if ports else []
-
-
-def _attach_filter(sock: socket.socket, program: Sequence[Instruction]) -> None:
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(code)
-    fprog = struct.pack("HP", len(program), ctypes.addressof(buffer))
-    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+    if not values:
+        return ()
+    return assemble(load(4, _PORT), *(if_equal(value, "drop") for value in values), ACCEPT, "drop", DROP)
 
 
 def _raise_for(code: int) -> None:

@@ -53,7 +53,8 @@ from kproxy_core.netlink.messages import (
     text_attribute,
     u32_attribute,
 )
-from kproxy_core.netlink.sockets import JUMP_IF_EQUAL, LOAD_WORD, Instruction, Linux, RawSocket, opening_in
+from kproxy_core.netlink.socket_filter import JUMP_IF_EQUAL, LOAD_WORD, Instruction
+from kproxy_core.netlink.sockets import Linux, RawSocket, opening_in
 from kproxy_core.nft.messages import (
     DELSETELEM,
     FAMILIES,

@@ -15,8 +15,8 @@ from kproxy_core.model.node import NodeObject, NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.messages import Answer
 from kproxy_core.observe.server import HttpServer, Listener
+from kproxy_core.plan.health_checks import HealthCheck
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
-from kproxy_core.sync.plans import HealthCheck
 
 log = logging.getLogger("kproxy.health")
 
@@ -303,7 +303,7 @@ class ServiceHealth(SyncObserver):
 
     def sync_succeeded(self, synced: Synced) -> None:
         if synced.family is self._family:
-            self.apply(synced.health_checks)
+            self.apply(synced.follow_ups.health_checks)
 
     def node_changed(self, node: NodeView) -> None:
         """Listen on the addresses of *node* that serve node ports. Ignores the other family's."""

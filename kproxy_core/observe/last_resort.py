@@ -24,7 +24,7 @@ class LastResortReports(SyncObserver):
         self._report = report
 
     def sync_succeeded(self, synced: Synced) -> None:
-        steps, family = synced.last_resorts, synced.family
+        steps, family = synced.follow_ups.last_resorts, synced.family
         if not steps:
             return
         begun = [step for step in steps if step.begins]

@@ -194,8 +194,8 @@ def measure_process(version: str) -> Iterator[Measurement]:
             "process_network_receive_bytes_total", about.format("received"), "counter", received)
         yield Measurement("process_network_transmit_bytes_total", about.format("sent"), "counter", sent)
     threads = threading.active_count()
-    yield Measurement("go_threads", "Threads, under the name that dashboards expect", "gauge", threads)
-    yield Measurement("go_goroutines", "Threads, under the name that dashboards expect", "gauge", threads)
+    for name in ("go_threads", "go_goroutines"):
+        yield Measurement(name, "Threads, under the name in dashboards of Go programs", "gauge", threads)
     for thread, times in sorted(dict(failures).items()):
         yield Measurement(
             "kproxy_notification_failures_total", "Notifications of the kernel that could not be processed",
@@ -388,9 +388,9 @@ class SyncMetrics(SyncObserver):
             programming = self._programming.labels(family)
             for then in synced.trigger_times:
                 programming.observe(now - then)
-        if synced.last_resorts:
-            self._last_resorts.labels(family).inc(sum(step.begins for step in synced.last_resorts))
-            self._last_resort_services[synced.family].set(synced.plans.last_resorts)
+        if synced.follow_ups.last_resorts:
+            self._last_resorts.labels(family).inc(sum(step.begins for step in synced.follow_ups.last_resorts))
+            self._last_resort_services[synced.family].set(len(synced.plans.last_resorts))
         without = [
             (plan, sign) for step in synced.steps for plan, sign in ((step.before, -1), (step.after, 1))
             if plan is not None and (plan.internal_policy_local or plan.external_policy_local)

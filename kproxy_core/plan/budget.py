@@ -160,7 +160,8 @@ def _count_slots(service: Service, slices: Mapping[str, EndpointSlice] | None, m
 class NodeBudget:
     """What all Services take in one family. The first come is served in full."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Family) -> None:
+        self._family = family
         self._taken: dict[ServiceName, int] = {}
         """Elements beyond `ORDINARY`, of the Services that have any."""
         self._of_namespace: Counter[str] = Counter()
@@ -168,29 +169,61 @@ class NodeBudget:
         self._limited: dict[ServiceName, int] = {}
         """Services that are not served in full because of others, and what they would take."""
         self._was_freed = False
+        self._giants: set[ServiceName] = set()
+        self.left_out: dict[ServiceName, tuple[str, ...]] = {}
+        """`ServicePlan.left_out` of Services that are not served in full."""
+        self._new_left_out: set[ServiceName] = set()
 
-    def fit(self, service: Service, slices: Mapping[str, EndpointSlice] | None, family: Family) -> Fit:
+    def fit(self, service: Service, slices: Mapping[str, EndpointSlice] | None) -> Fit:
         """Return the part of a Service that has room, and take that room."""
         name = service.name
         before = self._taken.get(name, 0)
         self._limited.pop(name, None)
         for budget in (WHOLE, _WITHOUT_SLOTS, _SMALLEST):
-            found = fit(service, slices, family, budget)
+            found = fit(service, slices, self._family, budget)
             extra = max(0, found.elements - ORDINARY)
             if extra <= before or self._has_room(name, extra - before):
                 break
             self._limited.setdefault(name, extra)
         self._take(name, extra)
+        (self._giants.add if found.elements > GIANT else self._giants.discard)(name)
         return found
 
     def release(self, name: ServiceName) -> None:
         """Take back the room of a Service that does not exist any more."""
         self._limited.pop(name, None)
         self._take(name, 0)
+        self._giants.discard(name)
+        self.note_left_out(name, ())
 
     def is_limited(self, name: ServiceName) -> bool:
         """Return whether a Service is not served in full because of others."""
         return name in self._limited
+
+    def is_giant(
+        self, name: ServiceName, service: Service | None, slices: Mapping[str, EndpointSlice] | None
+    ) -> bool:
+        """Return whether *service*, called *name*, would be a giant, or was one at its last `fit`."""
+        if name in self._giants or service is None:
+            return name in self._giants
+        return fit(service, slices, self._family).elements > GIANT
+
+    def note_left_out(self, name: ServiceName, left_out: tuple[str, ...]) -> None:
+        """Record what the plans of a Service leave out."""
+        if left_out != self.left_out.get(name, ()):
+            self._new_left_out.add(name)
+            self.left_out.pop(name, None)
+            if left_out:
+                self.left_out[name] = left_out
+
+    def take_left_out(self) -> list[ServiceName]:
+        """Return the Services of which something else is left out since the last call."""
+        taken, self._new_left_out = self._new_left_out, set()
+        return sorted(taken)
+
+    def describe(self, name: ServiceName) -> str:
+        """Return what a Service asks for beyond its limits, and these, for people; "" if nothing."""
+        return describe(self.left_out.get(name, ()), because_of_others=self.is_limited(name))
 
     def take_fitting(self) -> list[ServiceName]:
         """Return limited Services that have room since another took less."""

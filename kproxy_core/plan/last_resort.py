@@ -42,6 +42,53 @@ class LastResortStep(NamedTuple):
         return after is not None and (before is None or before.since != after.since)
 
 
+class LastResorts:
+    """The last resorts of all Services of one family. Not thread-safe, but for `of`."""
+
+    def __init__(self) -> None:
+        self._of: dict[ServiceName, LastResort] = {}
+        self._before: dict[ServiceName, LastResort | None] = {}
+        """Those of the last `take_steps`, of the Services for which they may differ now."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, name: ServiceName) -> LastResort | None:
+        """Return the last resort that a Service uses. From any thread."""
+        return self._of.get(name)
+
+    def put(self, name: ServiceName, found: LastResort | None) -> None:
+        """Record the last resort of a Service; None: it has none."""
+        self._before.setdefault(name, self._of.get(name))
+        if found is None:
+            self._of.pop(name, None)
+        else:
+            self._of[name] = found
+
+    def as_planned(
+        self, name: ServiceName, slices: Mapping[str, EndpointSlice] | None
+    ) -> Mapping[str, EndpointSlice] | None:
+        """Return the *slices* of a Service with its last resort as if it were ready."""
+        resort = self._of.get(name)
+        return as_ready(slices, resort.endpoints) if slices and resort else slices
+
+    def take_steps(self, lost: Mapping[ServiceName, LostReadiness], now: float) -> list[LastResortStep]:
+        """Return the changes since the last call. *lost*: see `find_last_resort`."""
+        taken, self._before = self._before, {}
+        return [
+            LastResortStep(name, before, after, is_over=_is_over(before, after, lost.get(name), now))
+            for name, before in taken.items() if before != (after := self._of.get(name))
+        ]
+
+
+def _is_over(
+    before: LastResort | None, after: LastResort | None, lost: LostReadiness | None, now: float
+) -> bool:
+    return (
+        after is None and before is not None and before.until <= now
+        and lost is not None and lost.none_since is not None)
+
+
 def find_last_resort(
     slices: Mapping[str, EndpointSlice] | None, lost: LostReadiness | None, seconds: float, now: float
 ) -> LastResort | None:

@@ -24,12 +24,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, Socket
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-Socket = tuple[Address, int]
-"""Address and port; a `Destination` is one."""
 Owner = Callable[[Frontend], object]
 """Returns None for a frontend that no service port has."""
 

@@ -7,14 +7,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kproxy_core.contract.values import Measurement
-from kproxy_core.linux.conntrack import RefusalWatch, read_answers, read_answers_of, read_attempts
+from kproxy_core.linux.conntrack import TcpFlow, read_answered_by, read_answered_by_one, read_unanswered_to
+from kproxy_core.linux.conntrack_events import ResetWatch
 from kproxy_core.linux.errors import HostError
 from kproxy_core.model.address import Address, format_socket
 from kproxy_core.model.service import Destination, ServiceName, ServicePortKey
-from kproxy_core.plan.quarantine import RECENT, Attempt, Judge, Quarantined
+from kproxy_core.plan.quarantine import RECENT, Answer, Answers, Attempt, Judge, Quarantined
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.observer import Synced, SyncObserver
-from kproxy_core.sync.plans import Step
 
 log = logging.getLogger("kproxy.run")
 
@@ -75,6 +76,14 @@ def _endpoints(plan: ServicePlan) -> tuple[Destination, ...]:
     return found if len(found) > 1 else ()
 
 
+def _attempt(flow: TcpFlow) -> Attempt:
+    return Attempt(flow.id, flow.client, flow.endpoint)
+
+
+def _answers(flows: Sequence[TcpFlow], most: int) -> Answers:
+    return Answers([Answer(flow.id, flow.endpoint) for flow in flows], complete=len(flows) < most)
+
+
 Apply = Callable[[Quarantined, Collection[ServiceName]], None]
 Report = Callable[[ServiceName, str], None]
 
@@ -106,7 +115,7 @@ class EndpointHealth(SyncObserver):
         """The endpoints in quarantine, also those on trial."""
         self._sentenced = 0
         self._refused: deque[tuple[float, Attempt]] = deque(maxlen=_MOST_ATTEMPTS)
-        self._refusals: RefusalWatch | None = None
+        self._resets: ResetWatch | None = None
         self._cost = 0.0
         """CPU seconds of reading attempts since the last long rest."""
         self._problem = ""
@@ -130,8 +139,8 @@ class EndpointHealth(SyncObserver):
     def stop(self) -> None:
         self._stopped.set()
         self._wakeup.set()
-        if self._refusals is not None:
-            self._refusals.close()
+        if self._resets is not None:
+            self._resets.close()
 
     def measure(self) -> tuple[Measurement, ...]:
         return (
@@ -170,17 +179,19 @@ class EndpointHealth(SyncObserver):
     def look(self) -> None:
         """Look once; the thread does so again and again. Raises HostError."""
         judge = self._judge
-        if self._count_refusals and self._refusals is None:
-            self._refusals = RefusalWatch(self._watched, self._note_refused)
+        if self._count_refusals and self._resets is None:
+            self._resets = ResetWatch("conntrack-refusals", self._note_refused)
         started = time.thread_time()
-        attempts = read_attempts(self._watched, _MOST_ATTEMPTS)
+        attempts = list(map(_attempt, read_unanswered_to(self._watched, _MOST_ATTEMPTS)))
         self._cost += time.thread_time() - started
         now = self._clock()
         attempts += [one for at, one in tuple(self._refused) if at > now - RECENT]
         wanted = judge.look(now, attempts, self._watched)
         if wanted.endpoints:
-            answers = {where: read_answers_of(where, _MOST_ANSWERS) for where in wanted.endpoints}
-            of_any = read_answers(self._watched, _MOST_OF_ANY) if wanted.of_any else None
+            answers = {where: _answers(read_answered_by_one(where, _MOST_ANSWERS), _MOST_ANSWERS)
+                       for where in wanted.endpoints}
+            of_any = _answers(read_answered_by(self._watched, _MOST_OF_ANY), _MOST_OF_ANY) \
+                if wanted.of_any else None
             judge.hear(self._clock(), answers, of_any, self._watched.local)
         self._follow()
         self._tell(judge.sentences, self._clock())
@@ -192,9 +203,11 @@ class EndpointHealth(SyncObserver):
             self._applied = quarantined
             self._apply(quarantined, {name for where in changed for name in self._watched.services(where)})
 
-    def _note_refused(self, refused: Sequence[Attempt]) -> None:
+    def _note_refused(self, ended: Sequence[TcpFlow], _lost: bool) -> None:
+        """Take connections that a reset has ended. One that was established before was not refused."""
         now = self._clock()
-        self._refused.extend((now, one) for one in refused)
+        self._refused.extend(
+            (now, _attempt(flow)) for flow in ended if flow.endpoint in self._watched and not flow.is_assured)
 
     def _tell(self, sentences: Quarantined, now: float) -> None:
         before, self._sentences = self._sentences, sentences

@@ -16,7 +16,7 @@ from kproxy_core.model.timing import Repeats
 from kproxy_core.plan.budget import GIANT
 from kproxy_core.plan.quarantine import Quarantined
 from kproxy_core.sync.isolation import Isolation
-from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
+from kproxy_core.sync.observer import Observers, Synced, SyncFailure
 from kproxy_core.sync.pacing import Pacing
 from kproxy_core.sync.plans import FamilyPlans
 
@@ -59,7 +59,7 @@ class FamilySync:
 
     def __init__(
         self, family: Family, store: Store, instance: BackendInstance, pacing: Pacing,
-        observers: SyncObserver, clock: Callable[[], float], cpu: Callable[[], float],
+        observers: Observers, clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
         """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
         self.plans = FamilyPlans(family, store)
@@ -113,7 +113,7 @@ class FamilySync:
         self.pacing = pacing
         self._end_failures()
         self._isolation.forget()
-        self.plans.withhold(self._isolation.withheld)
+        self.plans.difference.withhold(self._isolation.withheld)
         self._trusts_backend = True
         self._degraded = ""
         self._damages = 0
@@ -144,7 +144,7 @@ class FamilySync:
         times = [self.pacing.next_wakeup(now), self.plans.next_time]
         if not self._failures:
             times.append(self._isolation.retry_at)
-            if self.plans.waiting or self.plans.postponed:
+            if self.plans.waiting or self.plans.difference.postponed:
                 times.append(self._backlog_rest_until)
         return min((max(now, at) for at in times if at is not None), default=None)
 
@@ -165,11 +165,11 @@ class FamilySync:
             scope = Scope.RESYNC if must_resync else Scope.CHANGED
         self._is_for_backlog = False
         if scope is None:
-            has_backlog = self.plans.waiting or self.plans.postponed
+            has_backlog = self.plans.waiting or self.plans.difference.postponed
             if not has_backlog or self._failures or now < self._backlog_rest_until:
                 return
             scope, self._is_for_backlog = Scope.CHANGED, True
-        is_for_giant = self._is_for_backlog and not self.plans.postponed
+        is_for_giant = self._is_for_backlog and not self.plans.difference.postponed
         started, self._cpu_before = self._clock(), self._cpu()
         self._observers.sync_started(self.family, retry=bool(self._failures) or self._is_incomplete)
         for conflict in self.plans.plan(int(is_for_giant) if self.is_synced else None):
@@ -186,7 +186,7 @@ class FamilySync:
         self._observers.sync_planned(self.plans)
         before = self._cpu()
         try:
-            report = self.instance.sync(self.plans.update(scope))
+            report = self._observers.update(self.instance, self.plans.update(scope))
         except Unsupported:
             raise
         except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must continue
@@ -206,20 +206,20 @@ class FamilySync:
 
     def _log_left_out(self) -> None:
         """Log which Services are not served in full, where that changes."""
-        for service in self.plans.take_left_out():
+        for service in self.plans.budget.take_left_out():
             fields = {"ip_family": self.family.label, "service": str(service)}
-            if problem := self.plans.describe_left_out(service):
+            if problem := self.plans.budget.describe(service):
                 log.error("service exceeds the limits", extra={"fields": {**fields, "left_out": problem}})
             else:
                 log.info("service is served in full again", extra={"fields": fields})
 
     def _describe_left_out(self) -> str:
         """Return the Services that exceed their limits, for people."""
-        if not (left_out := self.plans.left_out):
+        if not (left_out := self.plans.budget.left_out):
             return ""
         service = next(iter(left_out))
         others = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        return f"beyond the limits: {service}: {self.plans.describe_left_out(service)}{others}"
+        return f"beyond the limits: {service}: {self.plans.budget.describe(service)}{others}"
 
     def _withhold(self, now: float, scope: Scope) -> None:
         """Keep service ports that the backend fails to program, or may fail to, out of the next update.
@@ -227,13 +227,14 @@ class FamilySync:
         And those that must wait for others.
         """
         isolation = self._isolation
-        isolation.add([key for key in self.plans.take_reconsidered() if key in isolation.left_out], now)
+        difference = self.plans.difference
+        isolation.add([key for key in difference.take_reconsidered() if key in isolation.left_out], now)
         if (trial := isolation.trial) is not None:
-            isolation.add(self.plans.differing - isolation.withheld - frozenset(trial), now)
+            isolation.add(difference.keys - isolation.withheld - frozenset(trial), now)
         is_whole = scope is Scope.RESYNC or trial is not None
-        self._elements = self.plans.postpone(
+        self._elements = difference.postpone(
             None if is_whole else self._part, isolation.withheld, again=self._is_for_backlog)
-        self.plans.withhold(frozenset(isolation.withheld))
+        difference.withhold(frozenset(isolation.withheld))
 
     def _succeeded(self, started: float, scope: Scope, report: SyncReport | None) -> None:
         ended = self._clock()
@@ -256,16 +257,15 @@ class FamilySync:
             unserved = {**report.unserved, **self._isolation.unserved, **self.plans.unplanned}
             problem = "; ".join(filter(None, (self._log_unserved(unserved), report.degraded, exceeded)))
             self._degraded = report.degraded
-            self.plans.postpone_unfinished(report.unfinished)
+            self.plans.difference.postpone_unfinished(report.unfinished)
             steps = self.plans.acknowledge(unserved)
             self.is_synced = self.is_synced or self._isolation.trial is None
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), incomplete=self._is_incomplete)
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
-            steps=steps, udp_ports=self.plans.take_udp_ports(), reset_ports=self.plans.take_reset_ports(),
-            health_checks=self.plans.take_health_checks(), last_resorts=self.plans.take_last_resorts(),
-            trigger_times=trigger_times, named=self._objects.take_named(), problem=problem, is_first=is_first,
+            steps=steps, follow_ups=self.plans.take_follow_ups(), trigger_times=trigger_times,
+            named=self._objects.take_named(), problem=problem, is_first=is_first,
             rules_were_missing=rules_were_missing,
         )
         self._observers.sync_succeeded(synced)
@@ -316,13 +316,13 @@ class FamilySync:
         """
         isolation, plans = self._isolation, self.plans
         named = error.service_ports if isinstance(error, SyncFailed) else frozenset()
-        if known := (named & (plans.plans.keys() | plans.differing)) - isolation.left_out.keys():
+        if known := (named & (plans.plans.keys() | plans.difference.keys)) - isolation.left_out.keys():
             isolation.leave_out(known, _reason(error), now)
             self.pacing.request(now)
             return
         if _is_of_machine(error):
             return
-        differing = plans.differing - isolation.withheld - plans.postponed
+        differing = plans.difference.keys - isolation.withheld - plans.difference.postponed
         first = 0 if isinstance(error, PluginFailed) else _SUSPECT_ALL_AFTER
         if self.is_synced and differing and self._failures >= self._suspect_at:
             isolation.search(differing, now, first_without=True)
@@ -357,7 +357,7 @@ class FamilySync:
         cost = self._cpu() - self._cpu_before
         if self._is_for_backlog:
             self._backlog_cost += cost
-            if not self.plans.postponed:
+            if not self.plans.difference.postponed:
                 self._backlog_rest_until = self._clock() + _BACKLOG_REST_SHARE * self._backlog_cost
                 self._backlog_cost = 0.0
             return 0.0

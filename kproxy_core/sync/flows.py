@@ -15,11 +15,11 @@ from typing import NamedTuple
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.linux.conntrack import delete_stale_syns, delete_stale_udp
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import Address, Family, Socket
 from kproxy_core.model.address import Protocol as IpProtocol
 from kproxy_core.model.timing import Repeats
 from kproxy_core.plan.service_plan import Frontend, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
+from kproxy_core.plan.stale_flows import StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
@@ -195,7 +195,7 @@ class StaleFlowObserver(SyncObserver):
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
-        changed = synced.udp_ports
+        changed = synced.follow_ups.udp_ports
         if self._instances.get(family) is not synced.instance:
             # Record its relays for all service ports: they answer flows even after another mode took over.
             self._instances[family] = synced.instance

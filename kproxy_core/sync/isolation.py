@@ -227,12 +227,12 @@ class UnservedServices(SyncObserver):
         new = (key for key in unserved if key not in before)
         for key in islice(new, _MOST_REPORTED):
             self._report(key.service, f"{key} is not served: {unserved[key]}")
-        left_out = self._left_out.get(synced.family, {})
-        if left_out != synced.plans.left_out:
-            self._left_out[synced.family] = dict(synced.plans.left_out)
-            changed = (name for name in synced.plans.left_out if name not in left_out)
+        known, budget = self._left_out.get(synced.family, {}), synced.plans.budget
+        if known != budget.left_out:
+            self._left_out[synced.family] = dict(budget.left_out)
+            changed = (name for name in budget.left_out if name not in known)
             for name in islice(changed, _MOST_REPORTED):
-                self._report(name, f"not served in full: {synced.plans.describe_left_out(name)}")
+                self._report(name, f"not served in full: {budget.describe(name)}")
 
     def measure(self) -> list[Measurement]:
         """Return the number of service ports that are not served, by family. From any thread."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import select
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kproxy_core.contract.calls import BackendInstance
-from kproxy_core.contract.values import Scope, Update
+from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.events import BadObject, Event
@@ -73,24 +73,20 @@ class Loop:
 
     def __init__(
         self, families: Sequence[Family], store: Store, facts: NodeFacts, instance: BackendInstance,
-        observers: Sequence[SyncObserver], *, pacing: Callable[[], Pacing], clock: Callable[[], float],
-        cpu: Callable[[], float], all_synced: Callable[[], None] = lambda: None,
+        *, pacing: Callable[[], Pacing], clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
         """*pacing* is called for each of *families*. *clock*: monotonic seconds. *cpu*: CPU
         seconds of the calling thread and its children.
-
-        *all_synced* is called once, when every family has synced.
         """
         self._store = store
         self._facts = facts
         self._instance = instance
-        self._observers = Observers(observers)
+        self._observers = Observers()
         self._clock = clock
         self._syncs = {
             family: FamilySync(family, store, instance, pacing(), self._observers, clock, cpu)
             for family in families
         }
-        self._all_synced = all_synced
         self._inbox = Inbox()
         self._asked: set[Future[Any]] = set()
         self._held = False
@@ -103,6 +99,10 @@ class Loop:
         self._node_differs = True
         self._stopped = False
         self._ended = False
+
+    def observe(self, observers: Iterable[SyncObserver]) -> None:
+        """Tell *observers* of all syncs, in this order. Call it before `run`."""
+        self._observers.add(observers)
 
     # From any thread ----------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Loop:
 
     def programmed(self, settings: NodeSettings) -> list[Update]:
         """Return full updates as `updates`, but without changes that the serving backend fails to program."""
-        return self._updates(settings, lambda plans: plans.programmed)
+        return self._updates(settings, lambda plans: plans.difference.programmed)
 
     def _updates(
         self, settings: NodeSettings, plans_of: Callable[[FamilyPlans], Mapping[ServicePortKey, ServicePlan]]
@@ -224,6 +224,13 @@ class Loop:
                 addresses=facts.addresses)
             for family, sync in self._syncs.items()
         ]
+
+    def update(self, instance: BackendInstance, update: Update) -> SyncReport:
+        """Have *instance*, which is only tried or serves again, bring the kernel to *update*.
+
+        The loop must be on hold. Raises whatever the backend raises.
+        """
+        return self._observers.update(instance, update)
 
     def serve_with(
         self, instance: BackendInstance, settings: NodeSettings, pacing: Callable[[], Pacing], scope: Scope
@@ -262,7 +269,7 @@ class Loop:
             self._watch()
         if all(synced):
             self.settled = True
-            self._all_synced()
+            self._observers.all_synced()
 
     def _watch(self) -> None:
         instance = self._instance

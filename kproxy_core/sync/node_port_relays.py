@@ -22,6 +22,7 @@ from kproxy_core.model.address import Family, Protocol, format_address, format_s
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.model.timing import FIRST, STABLE, Backoff
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.sync.observer import SyncObserver
 
 log = logging.getLogger("kproxy.run")
 
@@ -127,28 +128,29 @@ class _Courier:
                 self._finished.notify_all()
 
 
-class NodePortRelays:
+class NodePortRelays(SyncObserver):
     """Has one worker process relay node ports for whichever backend serves, and keeps it across a switch.
 
-    The process runs while a node port is relayed or a connection is open. Every sync is prepared and
-    followed, on the loop's thread, which waits for the process for half a second at most, and not again while
-    an answer is late: answers are calls that it gets. A mode that is tried gets its relays before it writes
-    rules, which may replace the other's, and nothing is closed before it serves.
+    The process runs while a node port is relayed or a connection is open. The loop's thread waits for it, at
+    an update, for half a second at most, and not again while an answer is late: answers are calls that it
+    gets. A mode that is tried gets its relays before it writes rules, which may replace the other's, and
+    nothing is closed before it serves (`settle`).
     """
 
     def __init__(
         self, failed: Callable[[ServiceName, str], None], show: Callable[[Family, str], None],
-        post: Post, later: Later, serves: Callable[[Asking], bool] = lambda _: True,
+        post: Post, later: Later, serving: Asking | None = None,
     ) -> None:
         """*failed* is told of each listener that cannot be opened. *show* is given what is not served in a
         family, "" for nothing, after each change. *post* and *later* make calls on the
-        loop's thread, and may themselves be called from any. *serves*: the backend is not only tried.
+        loop's thread, and may themselves be called from any. *serving*: others are only tried until `settle`;
+        None: none is.
         """
         self._failed = failed
         self._show = show
         self._post = post
         self._later = later
-        self._serves = serves
+        self._serving = serving
         self._workers = WorkerPool(1, _SETTINGS, patience=HANG_SECONDS)
         self._courier = _Courier(self._check)
         self._orders: dict[int, Serve | None] = {}
@@ -178,11 +180,11 @@ class NodePortRelays:
         """The worker process did not answer in time, and has not since."""
         self._watched: list[Worker] = []
 
-    def prepare(self, backend: Asking, update: Update) -> None:
-        """Listen for what *backend*, which is about to sync, wants relayed and the one before did not."""
+    def update_started(self, instance: Asking, update: Update) -> None:
+        """Listen for what *instance*, which is about to write, wants relayed and the one before did not."""
         family = update.family
         before = self._protocols.get(family, ())
-        wanted = self._wanted(backend, update)
+        wanted = self._wanted(instance, update)
         if added := tuple(each for each in wanted if each not in before):
             self._protocols[family] = tuple(each for each in RELAYED if each in before + added)
             self._bring(self._relays[family], added, {
@@ -194,14 +196,14 @@ class NodePortRelays:
         """Wait up to *seconds* for the worker process. Return whether it has answered all orders."""
         return self._courier.wait(seconds)
 
-    def follow(self, backend: Asking, update: Update) -> None:
-        """Relay what *backend*, which has synced, wants relayed. O(changed), unless it wants something else.
+    def update_succeeded(self, instance: Asking, update: Update) -> None:
+        """Relay what *instance*, which has written, wants. O(changed), unless it wants something else.
 
         A listener that cannot be opened does not make the sync fail: everything else is served.
         """
         family = update.family
-        protocols = self._wanted(backend, update)
-        if not self._serves(backend):
+        protocols = self._wanted(instance, update)
+        if self._serving is not None and instance is not self._serving:
             kept = self._protocols.get(family, ())
             protocols = tuple(each for each in RELAYED if each in protocols + kept)
         changed: Mapping[ServicePortKey, ServicePlan | None] = update.changed
@@ -215,6 +217,7 @@ class NodePortRelays:
 
     def settle(self, backend: Asking) -> None:
         """Close what only a mode before *backend*, which serves now, wanted relayed."""
+        self._serving = backend
         for family, before in self._protocols.items():
             kept = tuple(each for each in before if backend.wants_relays(family, each))
             if kept != before:

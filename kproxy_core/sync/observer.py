@@ -1,20 +1,19 @@
 """Events of the sync loop, and the interface of its observers."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import one_line
-from kproxy_core.contract.values import Scope, SyncReport
+from kproxy_core.contract.values import Scope, SyncReport, Update
 from kproxy_core.model.address import Family
 from kproxy_core.model.events import BadObject
 from kproxy_core.model.node import NodeObject, NodeView
-from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.last_resort import LastResortStep
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.sync.plans import FamilyPlans, HealthCheck, Step
+from kproxy_core.sync.difference import Step
+from kproxy_core.sync.plans import FamilyPlans, FollowUps
 
 log = logging.getLogger("kproxy.run")
 
@@ -44,15 +43,7 @@ class Synced(Struct, frozen=True, kw_only=True):
     report: SyncReport | None = None
     """None: nothing differed, and the backend was not called."""
     steps: Sequence[Step] = ()
-    udp_ports: frozenset[ServicePortKey] = frozenset()
-    """UDP service ports with new plans or other serving endpoints since the last success, or that were tried
-    again."""
-    reset_ports: frozenset[ServicePortKey] = frozenset()
-    """See `FamilyPlans.reset_ports`."""
-    health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
-    """Health check node ports that may have changed since the last success; None: removed."""
-    last_resorts: Sequence[LastResortStep] = ()
-    """Services whose last resort began, changed or ended since the last success."""
+    follow_ups: FollowUps = FollowUps()
     trigger_times: Sequence[float] = ()
     """Times of the endpoint changes that were programmed, in seconds since the epoch."""
     named: Sequence[str] = ()
@@ -79,7 +70,8 @@ class SyncFailure(Struct, frozen=True, kw_only=True):
 class SyncObserver:
     """Follows the syncs of all families. A subclass overrides the events that it needs.
 
-    Methods are called on the loop's thread and return quickly.
+    The events are declared in the order of a sync. For each, observers are called one after the other, in the
+    order in which `kproxy_core.app.assembly` lists them, on the loop's thread; they return quickly.
     """
 
     def events_folded(self, folded: Folded) -> None:
@@ -109,55 +101,93 @@ class SyncObserver:
     def sync_planned(self, plans: FamilyPlans) -> None:
         """The backend is called next, to bring the kernel to *plans*."""
 
+    def update_started(self, instance: BackendInstance, update: Update) -> None:
+        """Any backend is called, also one that is only tried. Hooks around `kproxy_sync` are called next."""
+
+    def update_succeeded(self, instance: BackendInstance, update: Update) -> None:
+        """That backend, and the hooks around it, have returned."""
+
     def sync_succeeded(self, synced: Synced) -> None:
         """The kernel agrees with the plans."""
 
     def sync_failed(self, failure: SyncFailure) -> None:
         """A sync failed."""
 
+    def all_synced(self) -> None:
+        """Every family has synced, for the first time."""
+
+
+_EVENTS = tuple(name for name in vars(SyncObserver) if not name.startswith("_"))
+
 
 class Observers(SyncObserver):
     """Tells several observers. One that raises an exception, which only a bug explains, stops no other."""
 
-    def __init__(self, observers: Sequence[SyncObserver]) -> None:
-        self._observers = observers
+    def __init__(self) -> None:
+        self._told: dict[str, list[SyncObserver]] = {event: [] for event in _EVENTS}
+        """The observers that override an event."""
         self._failing: dict[tuple[SyncObserver, str], str] = {}
         """Problems that were logged, until the observer works again."""
 
+    def add(self, observers: Iterable[SyncObserver]) -> None:
+        """Tell *observers*, too, after all earlier ones."""
+        for each in observers:
+            for event, told in self._told.items():
+                if getattr(type(each), event) is not getattr(SyncObserver, event):
+                    told.append(each)
+
+    def update(self, instance: BackendInstance, update: Update) -> SyncReport:
+        """Have *instance* bring the kernel to *update*. Raises whatever the backend raises."""
+        self.update_started(instance, update)
+        report = instance.sync(update)
+        self.update_succeeded(instance, update)
+        return report
+
     def events_folded(self, folded: Folded) -> None:
-        self._tell("events_folded", lambda each: each.events_folded(folded))
+        self._tell("events_folded", folded)
 
     def node_seen(self, node: NodeObject) -> None:
-        self._tell("node_seen", lambda each: each.node_seen(node))
+        self._tell("node_seen", node)
 
     def node_changed(self, node: NodeView) -> None:
-        self._tell("node_changed", lambda each: each.node_changed(node))
+        self._tell("node_changed", node)
 
     def sync_requested(self, family: Family) -> None:
-        self._tell("sync_requested", lambda each: each.sync_requested(family))
+        self._tell("sync_requested", family)
 
     def damage_found(self, family: Family) -> None:
-        self._tell("damage_found", lambda each: each.damage_found(family))
+        self._tell("damage_found", family)
 
     def sync_started(self, family: Family, *, retry: bool) -> None:
-        self._tell("sync_started", lambda each: each.sync_started(family, retry=retry))
+        self._tell("sync_started", family, retry=retry)
 
     def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend] | None) -> None:
-        self._tell("plans_changed", lambda each: each.plans_changed(family, udp_frontends))
+        self._tell("plans_changed", family, udp_frontends)
 
     def sync_planned(self, plans: FamilyPlans) -> None:
-        self._tell("sync_planned", lambda each: each.sync_planned(plans))
+        self._tell("sync_planned", plans)
+
+    def update_started(self, instance: BackendInstance, update: Update) -> None:
+        self._tell("update_started", instance, update)
+
+    def update_succeeded(self, instance: BackendInstance, update: Update) -> None:
+        self._tell("update_succeeded", instance, update)
 
     def sync_succeeded(self, synced: Synced) -> None:
-        self._tell("sync_succeeded", lambda each: each.sync_succeeded(synced))
+        self._tell("sync_succeeded", synced)
 
     def sync_failed(self, failure: SyncFailure) -> None:
-        self._tell("sync_failed", lambda each: each.sync_failed(failure))
+        self._tell("sync_failed", failure)
 
-    def _tell(self, event: str, tell: Callable[[SyncObserver], None]) -> None:
-        for observer in self._observers:
+    def all_synced(self) -> None:
+        """Tell all. An exception ends the process, whose start could not be finished."""
+        for observer in self._told["all_synced"]:
+            observer.all_synced()
+
+    def _tell(self, event: str, *arguments: object, **named: object) -> None:
+        for observer in self._told[event]:
             try:
-                tell(observer)
+                getattr(observer, event)(*arguments, **named)
             except Exception as error:
                 problem = f"{type(error).__name__}: {one_line(error)}"
                 if self._failing.get((observer, event)) != problem:

@@ -8,16 +8,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+from typing import Protocol as TypingProtocol
 from weakref import WeakSet
 
 from kproxy_core.contract.calls import BackendInstance
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import IsRemoved, Leftovers
-from kproxy_core.linux.conntrack import connected_to_removed
+from kproxy_core.linux.conntrack import find_pairs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.resets import Pair, ResetTable, delete_resets
-from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import Address, Family, Protocol, Socket
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.model.timing import Backoff
 from kproxy_core.plan.removed_endpoints import SECOND_LOOK, RemovedEndpoints, dialled_service_port
@@ -37,11 +38,11 @@ _REST_SHARE = 2
 """The shortest rest after a search, as a multiple of its CPU time: a busy machine makes it longer, but not
 costlier."""
 
-Find = Callable[[Family, IsRemoved, Collection[Destination] | None], Collection[tuple[Frontend, Destination]]]
-"""See `connected_to_removed`."""
+Find = Callable[[Family, IsRemoved, Collection[Destination] | None], Collection[Pair]]
+"""Returns the pairs of removed endpoints that have connections, of these endpoints only; None: of all."""
 
 
-class Table(Protocol):
+class Table(TypingProtocol):
     """See `ResetTable`."""
 
     def read(self) -> frozenset[Pair]: ...
@@ -71,6 +72,21 @@ def clean_up_resets(*, dry_run: bool) -> Leftovers:
         except HostError as error:
             errors.append(str(error))
     return Leftovers(tuple(removed), tuple(errors), mode="resets")
+
+
+def find_tracked(
+    family: Family, is_removed: IsRemoved, endpoints: Collection[Destination] | None
+) -> Collection[Pair]:
+    """Search the kernel's table of connections; a `Find`. Raises HostError."""
+    def is_wanted(dialled: Socket, endpoint: Destination) -> bool:
+        return is_removed(frontend_of(dialled), endpoint)
+
+    return [Pair(*each) for each in find_pairs(family, is_wanted, endpoints)]
+
+
+def frontend_of(dialled: Socket) -> Frontend:
+    address, port = dialled
+    return Frontend(address, Protocol.TCP, port)
 
 
 class _FamilyResets:
@@ -107,7 +123,7 @@ class _FamilyResets:
         return dialled_service_port(frontend, self._owner, self._node_port_addresses)
 
     def is_removed(self, pair: Pair) -> bool:
-        key = self.key_of(pair.frontend)
+        key = self.key_of(frontend_of(pair.dialled))
         return key is not None and self.removed.is_removed(key, pair.endpoint)
 
     def spare_returned(self) -> None:
@@ -139,7 +155,7 @@ class ConnectionResets(SyncObserver):
     def __init__(
         self, families: Sequence[Family], done: Callable[[ResetResult], None], *,
         relayed: Callable[[Family, IsRemoved], int] = lambda _family, _is_removed: 0,
-        table: Callable[[Family], Table] = ResetTable, find: Find = connected_to_removed,
+        table: Callable[[Family], Table] = ResetTable, find: Find = find_tracked,
         clock: Callable[[], float] = time.monotonic, start: Callable[[Callable[[], None]], None] = _start,
     ) -> None:
         """*done* is told the result of each search and of each failed change, on either thread.
@@ -176,11 +192,12 @@ class ConnectionResets(SyncObserver):
         with of.lock:
             of.instances.add(synced.instance)
             of.serving = synced.instance
-            if not synced.reset_ports and of.is_synced and not is_missing:
+            if not synced.follow_ups.reset_ports and of.is_synced and not is_missing:
                 return
             of.follow(synced.plans)
             now = self._clock()
-            has_lost = [of.removed.put(key, synced.plans.kept(key), now) for key in synced.reset_ports]
+            reset_ports = synced.follow_ups.reset_ports
+            has_lost = [of.removed.put(key, synced.plans.kept(key), now) for key in reset_ports]
             of.is_synced = True
             self._spare_returned(synced.family, of)
             if is_missing:
@@ -206,13 +223,13 @@ class ConnectionResets(SyncObserver):
 
         reset, problem = 0, ""
         try:
-            found = [Pair(*each) for each in self._find(family, is_removed, search.endpoints)]
+            found = self._find(family, is_removed, search.endpoints)
             with of.lock:
                 of.write(found)
             reset = self._relayed(family, is_removed) + self._reset_by_backends(family, is_removed)
             with of.lock:
                 of.removed.settle(search, (
-                    (key, pair.endpoint) for pair in found if (key := of.key_of(pair.frontend))))
+                    (key, pair.endpoint) for pair in found if (key := of.key_of(frontend_of(pair.dialled)))))
         except (HostError, OSError, BackendError) as error:
             problem = str(error)
         self._settle(of, began, _REST_SHARE * (time.thread_time() - cpu), failed=bool(problem))

@@ -24,7 +24,8 @@ from kproxy_core.contract.values import Connections
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
 from kproxy_core.observe.metrics import Metrics
-from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficCollector, TrafficRecorder
+from kproxy_core.observe.traffic.recorder import FrontendOwners, StoredTotals, TrafficRecorder
+from kproxy_core.observe.traffic.series import TrafficCollector
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_ebpf.batch import endpoint_value, frontend_key
 from kproxy_ebpf.kernel import bpf

@@ -19,13 +19,13 @@ from kproxy_core.observe.history import ChangeLog
 from kproxy_core.observe.last_resort import LastResortReports
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.observe.server import HttpServer
+from kproxy_core.plan.health_checks import HealthCheck
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.flows import CleanupResult, Deletion, StaleFlowObserver
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.observer import Synced, SyncObserver
 from kproxy_core.sync.pacing import Pacing
-from kproxy_core.sync.plans import HealthCheck
 from tests.core.metric_values import values
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -133,6 +133,14 @@ class SuccessRecorder(SyncObserver):
         self.successes.append(synced)
 
 
+class Settled(SyncObserver):
+    def __init__(self, told: Callable[[], None]) -> None:
+        self._told = told
+
+    def all_synced(self) -> None:
+        self._told()
+
+
 class RecordingCleaner:
     """Records the flows to delete."""
 
@@ -149,8 +157,7 @@ def instance_of(backend: Backend, families: Sequence[Family]) -> BackendInstance
     manager.add_hookspecs(hooks)
     manager.register(CoreSync())
     settings = BackendSettings(tuple(families))
-    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls(),
-                           lambda *_: None, lambda *_: None)
+    return BackendInstance("test", settings, {"test": backend}, manager.hook, HookCalls())
 
 
 class Rig:
@@ -188,14 +195,14 @@ class Rig:
             *observers(self.clock), self.health, *self.service_health,
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
             LastResortReports(lambda *report: self.reports.append(report)), ChangeLog(), self.recorder,
+            Settled(all_synced),
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self._families = families
         self._pacing = lambda: Pacing(min_interval=min_interval, retry_cap=30.0, shortest_rest=0.0)
         self.loop = Loop(
-            families, self.store, facts, instance, all_observers,
-            pacing=self._pacing, clock=self.clock, cpu=self.clock, all_synced=all_synced,
-        )
+            families, self.store, facts, instance, pacing=self._pacing, clock=self.clock, cpu=self.clock)
+        self.loop.observe(all_observers)
 
     def start(self, *events: Event) -> list[Update]:
         """Deliver *events* as all that exist. Return the first updates."""

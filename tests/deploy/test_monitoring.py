@@ -13,7 +13,7 @@ import yaml
 
 from kproxy_core.model.address import Family
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
-from kproxy_core.observe.traffic import TrafficCollector
+from kproxy_core.observe.traffic.series import TrafficCollector
 from tests.rights import program
 
 CHECKOUT = Path(__file__).parents[2]

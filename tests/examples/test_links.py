@@ -42,7 +42,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("plugin", ["iptables", "ipvs", "nftables", "userspace"])
+@pytest.mark.parametrize("plugin", ["ebpf", "iptables", "ipvs", "nftables", "userspace"])
 def test_a_page_of_a_plugin_names_modules_that_exist(plugin: str) -> None:
     page = CHECKOUT / "plugins" / f"kproxy_{plugin}" / "README.md"
     for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):

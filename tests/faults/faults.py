@@ -91,7 +91,7 @@ FAULTS = (
     Fault("a-failed-sync-is-retried-at-once", "kproxy_core/sync/pacing.py",
           "self._retry_at = ended + self._failures.delay()", "self._retry_at = ended",
           ("tests/core/sync/test_pacing.py",)),
-    Fault("what-is-withheld-is-deleted", "kproxy_core/sync/plans.py",
+    Fault("what-is-withheld-is-deleted", "kproxy_core/sync/difference.py",
           "{key: self._plan_to_keep(key, left_out) for key in left_out}", "dict.fromkeys(left_out)",
           ("tests/core/sync/test_isolation.py",)),
     # kproxy_core/observe

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kproxy_core.observe.traffic import FRESH
+from kproxy_core.observe.traffic.recorder import FRESH
 from tests.fleet.fleet import NODES, Fleet, kproxy_pod
 
 REJECTING = """

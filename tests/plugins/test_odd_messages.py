@@ -23,9 +23,18 @@ from kproxy_conformance.builders import node_view
 from kproxy_core.app.drops import FilteredPacket, drops
 from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import BackendSettings, Scope, Update
-from kproxy_core.linux import addresses, conntrack, links, rulesets, sockets, tracing
+from kproxy_core.linux import (
+    addresses,
+    conntrack,
+    conntrack_events,
+    conntrack_volumes,
+    links,
+    rulesets,
+    sockets,
+    tracing,
+)
 from kproxy_core.linux.addresses import AddressWatch
-from kproxy_core.linux.conntrack import RefusalWatch, ResetWatch
+from kproxy_core.linux.conntrack_events import ResetWatch
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.resets import Pair, ResetTable
 from kproxy_core.model.address import Family, Protocol, parse_address
@@ -214,12 +223,12 @@ READERS: dict[str, Callable[[], object]] = {
     "UDP flows": lambda: conntrack.read_udp_flows(V4, {VIP}, list),
     "stale UDP flows": lambda: conntrack.delete_stale_udp(V4, {80}, lambda *_: True),
     "stale SYNs": lambda: conntrack.delete_stale_syns(V4, lambda _: True),
-    "removed endpoints": lambda: conntrack.connected_to_removed(V4, lambda *_: True, [POD]),
-    "volumes": lambda: conntrack.read_volumes(V4),
-    "unanswered connections": lambda: conntrack.read_unanswered(V4, 120),
-    "attempts": lambda: conntrack.read_attempts([POD], 10),
-    "answers": lambda: conntrack.read_answers([POD], 10),
-    "answers of one": lambda: conntrack.read_answers_of(POD, 10),
+    "removed endpoints": lambda: conntrack.find_pairs(V4, lambda *_: True, [POD]),
+    "volumes": lambda: conntrack_volumes.read_volumes(V4),
+    "unanswered connections": lambda: conntrack.read_unanswered(V4),
+    "attempts": lambda: conntrack.read_unanswered_to([POD], 10),
+    "answers": lambda: conntrack.read_answered_by([POD], 10),
+    "answers of one": lambda: conntrack.read_answered_by_one(POD, 10),
     "addresses": addresses.node_addresses,
     "a route": lambda: addresses.interface_towards(POD.address),
     "interfaces": links.read_links,
@@ -258,7 +267,7 @@ def node(netns: None) -> Iterator[None]:
     resync(backend, rich())
     with Counting().during(Update(V4, Scope.RESYNC, node_view(), rich(), rich())):
         pass
-    ResetTable(V4).write([Pair(SERVICE._replace(port=9), POD)])
+    ResetTable(V4).write([Pair((VIP, 9), POD)])
     NftPortals(V4, None).rewrite([])
     unanswered = "-p tcp -s 127.0.0.1 -d 127.0.0.9 --sport 7 --dport 80 --state SYN_SENT -t 99"
     subprocess.run(["conntrack", "-I", *unanswered.split()], check=True, capture_output=True)
@@ -325,8 +334,10 @@ WATCHES: dict[str, tuple[tuple[int, ...], int, Callable[[queue.Queue[Any]], netl
     "commits": (
         (7,), NETLINK_NETFILTER,
         lambda calls: CommitWatch("watch", (), calls.put, Family, lambda *found: calls.put(found))),
-    "resets": ((3,), NETLINK_NETFILTER, lambda calls: ResetWatch(lambda *found: calls.put(found), calls.put)),
-    "refusals": ((3,), NETLINK_NETFILTER, lambda calls: RefusalWatch([POD], calls.put)),
+    "resets, volumes": (
+        (3,), NETLINK_NETFILTER,
+        lambda calls: ResetWatch("watch", lambda *found: calls.put(found), calls.put)),
+    "resets": ((3,), NETLINK_NETFILTER, lambda calls: ResetWatch("watch", lambda *found: calls.put(found))),
     "addresses": ((5, 9), socket.NETLINK_ROUTE, lambda calls: AddressWatch(calls.put)),
 }
 
@@ -386,7 +397,7 @@ def test_watches_take_what_they_cannot_decode_for_lost(
     assert watch._thread not in threading.enumerate()
 
 
-@pytest.mark.parametrize(("groups", "parse"), [((1, 2, 3), conntrack.parse), ((9,), tracing.parse)])
+@pytest.mark.parametrize(("groups", "parse"), [((1, 2, 3), conntrack_events.parse), ((9,), tracing.parse)])
 def test_announcements(
     notified: Callable[[tuple[int, ...], int], list[bytes]], groups: tuple[int, ...],
     parse: Callable[[bytes], Iterator[object]],

@@ -69,7 +69,6 @@ class BackendDriver(Driver):
         self._early = EarlyConnections(lambda family, deleted, seconds: None)
         self._relays = NodePortRelays(
             lambda service, problem: None, lambda family, problem: None, self._post, by_timer(self._post))
-        self.registry.syncing, self.registry.synced = self._relays.prepare, self._relays.follow
         self._mode = ""
         self._instance: BackendInstance | None = None
         self._loop: Loop | None = None
@@ -108,10 +107,10 @@ class BackendDriver(Driver):
                 Store(_FAMILIES, (), time.time(), last_resort=self._config.kproxy.last_resort_seconds),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
                 self._instance,
-                [flows, self._early, ConnectionResets(
-                    _FAMILIES, lambda _: None, relayed=self._relays.reset_connections)],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
             )  # fmt: skip
+            self._loop.observe([self._relays, flows, self._early, ConnectionResets(
+                _FAMILIES, lambda _: None, relayed=self._relays.reset_connections)])
             self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
             self._loop.set_addresses(self._watch.addresses)
             self._emit(list(self._objects.values()))

@@ -12,7 +12,7 @@ from kproxy_core.contract import Destination, Family, HostError, format_socket
 from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import NETLINK_GENERIC, NetlinkRequest, attributes, decoding, text_attribute
 from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
-from kproxy_ipvs import batch as messages
+from kproxy_ipvs import batch
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.batch import (
     GENERIC,
@@ -208,15 +208,15 @@ class VirtualServers:
         """Return all virtual servers of *family*, without their real servers. Raises HostError."""
         with self._lock:
             with doing("read from IPVS"):
-                found = [*map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))]
+                found = [*map(batch.decode_server, self._dump(batch.dump_servers(), _SERVICE))]
             return {key: scheduling for key, scheduling in filter(None, found) if key.family is family}
 
     def destinations(self, key: ServerKey) -> list[RealServer]:
         """Return the real servers of *key*; none if it does not exist. Raises HostError."""
         with self._lock:
-            answers = self._dump(messages.dump_destinations(key), _DESTINATION)
+            answers = self._dump(batch.dump_destinations(key), _DESTINATION)
             with doing("read from IPVS"):
-                return [messages.decode_destination(key.family, answer) for answer in answers]
+                return [batch.decode_destination(key.family, answer) for answer in answers]
 
     def write(self, operations: Sequence[Operation]) -> list[PutDestination]:
         """Execute *operations* in order. Return the real servers with unusable addresses.
@@ -225,7 +225,7 @@ class VirtualServers:
         all operations.
         """
         unusable: list[PutDestination] = []
-        for refusal in self._exchange([messages.encode(operation) for operation in operations]):
+        for refusal in self._exchange([batch.encode(operation) for operation in operations]):
             operation = operations[refusal.number]
             if _is_removal(operation) and refusal.code in _ABSENT:
                 continue
@@ -236,7 +236,7 @@ class VirtualServers:
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
         """Set the timeouts of connections in seconds; 0 keeps the kernel's value. Raises HostError."""
-        for refusal in self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)]):
+        for refusal in self._exchange([batch.set_timeouts(tcp, tcp_fin, udp)]):
             raise HostError("cannot set IPVS timeouts", refusal.error)
 
     def _exchange(self, payloads: Sequence[bytes]) -> list[RequestError]:

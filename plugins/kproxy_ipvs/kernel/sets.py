@@ -9,7 +9,7 @@ from kproxy_core.linux import programs
 from kproxy_core.linux.errors import doing
 from kproxy_core.netlink.messages import NETLINK_NETFILTER, NetlinkRequest
 from kproxy_core.netlink.sockets import NetlinkSocket, RequestError
-from kproxy_ipvs import batch as messages
+from kproxy_ipvs import batch
 from kproxy_ipvs.names import MOST_ENTRIES, REPLACEMENT, SETS, SetKind
 from kproxy_ipvs.wanted import SetEntry
 
@@ -33,8 +33,8 @@ def _read(sock: NetlinkSocket, family: Family, kind: SetKind) -> dict[str, int] 
     """Return the entries of one set; None if it does not exist. Raises OSError."""
     try:
         return sock.dump(
-            messages.LIST_SET, messages.list_set(family, kind),
-            lambda answers: messages.decode_entries(family, answers),
+            batch.LIST_SET, batch.list_set(family, kind),
+            lambda answers: batch.decode_entries(family, answers),
         )  # fmt: skip
     except OSError as error:
         if error.errno == errno.ENOENT:
@@ -44,7 +44,7 @@ def _read(sock: NetlinkSocket, family: Family, kind: SetKind) -> dict[str, int] 
 
 def create(family: Family, kinds: Iterable[SetKind]) -> None:
     """Create sets; existing ones are no error. Raises HostError."""
-    text = messages.render(family, kinds)
+    text = batch.render(family, kinds)
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
@@ -58,12 +58,12 @@ def widen(family: Family, held: Mapping[SetKind, Mapping[str, int]]) -> None:
     with doing("read ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         small = [
             kind for kind in held
-            if 0 < sock.dump(messages.LIST_SET, messages.list_header(family, kind), messages.decode_limit)
+            if 0 < sock.dump(batch.LIST_SET, batch.list_header(family, kind), batch.decode_limit)
             < MOST_ENTRIES
         ]  # fmt: skip
     if small:
         destroy([REPLACEMENT.full_name(family)])  # Of an earlier process that was killed meanwhile.
-        text = "".join(messages.replace_set(family, kind, held[kind]) for kind in small)
+        text = "".join(batch.replace_set(family, kind, held[kind]) for kind in small)
         programs.output("ipset", "restore", stdin=text)
 
 
@@ -73,8 +73,8 @@ def write(family: Family, adds: Iterable[SetEntry] = (), deletes: Iterable[SetEn
     Raises HostError if entries are refused, after all others are written.
     """
     batches = [
-        *messages.batches(family, sorted(adds)),
-        *messages.batches(family, sorted(deletes), delete=True),
+        *batch.batches(family, sorted(adds)),
+        *batch.batches(family, sorted(deletes), delete=True),
     ]
     for at, code in _exchange([request for _, request in batches]):
         raise HostError(f"ipset {batches[at][0]} refuses entries: {_describe(code)}")
@@ -89,7 +89,7 @@ def destroy(names: Sequence[str]) -> dict[str, HostError]:
 
     Raises HostError if no set can be deleted, such as without privileges.
     """
-    refused = _exchange([messages.destroy_set(name) for name in names])
+    refused = _exchange([batch.destroy_set(name) for name in names])
     return {names[at]: HostError(_describe(code)) for at, code in refused if code != errno.ENOENT}
 
 

@@ -10,9 +10,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kproxy_core.contract import Family, Frontend, Protocol
-from kproxy_core.linux import conntrack as ctnetlink
+from kproxy_core.linux import conntrack
 from kproxy_core.linux.addresses import node_addresses
-from kproxy_core.linux.conntrack import delete_stale_udp
 from kproxy_core.linux.errors import doing
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
@@ -46,18 +45,18 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
     if not ports:
         return Counter()
 
-    def opening(listed: Iterable[ctnetlink.TrackedFlow]) -> Counter[LocalPort]:
+    def opening(listed: Iterable[conntrack.TrackedFlow]) -> Counter[LocalPort]:
         return Counter(port for flow, port in _relayed(family, ports, listed) if _is_opening(flow))
 
     with doing(f"read the connections to {family.label} relays"):
         # Conntrack first: a handshake that has ended there may still be half-open in a socket.
-        return ctnetlink.dump_flows(family, opening) + Counter(_half_open(family, ports))
+        return conntrack.dump_flows(family, opening) + Counter(_half_open(family, ports))
 
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
     """Let the UDP clients of these portals start new flows. Raises HostError."""
     relayed = RelayedFlows.of(of, node_addresses())
-    delete_stale_udp(family, relayed.ports, relayed.is_stale)
+    conntrack.delete_stale_udp(family, relayed.ports, relayed.is_stale)
 
 
 def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, UnansweredFlow]:
@@ -68,33 +67,33 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
     if not ports:
         return {}
 
-    def unanswered(listed: Iterable[ctnetlink.TrackedFlow]) -> dict[bytes, UnansweredFlow]:
+    def unanswered(listed: Iterable[conntrack.TrackedFlow]) -> dict[bytes, UnansweredFlow]:
         found = {}
         for flow, port in _relayed(family, [LocalPort(Protocol.UDP, port) for port in ports], listed):
-            progress = ctnetlink.progress_of(flow)
+            progress = conntrack.progress_of(flow)
             if not progress.is_answered:
                 frontend = Frontend(flow.destination, port.protocol, int.from_bytes(flow.port, "big"))
                 found[progress.id] = UnansweredFlow(frontend, port.number)
         return found
 
     with doing(f"list unanswered {family.label} UDP flows"):
-        return ctnetlink.dump_flows(family, unanswered, ctnetlink.UNREPLIED)
+        return conntrack.dump_flows(family, unanswered, conntrack.UNREPLIED)
 
 
-def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:
+def _is_opening(flow: conntrack.TrackedFlow) -> bool:
     """Return whether the client may still reach the relay; true for UDP."""
-    return flow.protocol == Protocol.UDP or ctnetlink.progress_of(flow).tcp_state in _OPENING
+    return flow.protocol == Protocol.UDP or conntrack.progress_of(flow).tcp_state in _OPENING
 
 
 def _relayed(
-    family: Family, ports: Iterable[LocalPort], listed: Iterable[ctnetlink.TrackedFlow]
-) -> Iterator[tuple[ctnetlink.TrackedFlow, LocalPort]]:
+    family: Family, ports: Iterable[LocalPort], listed: Iterable[conntrack.TrackedFlow]
+) -> Iterator[tuple[conntrack.TrackedFlow, LocalPort]]:
     """Yield the flows that portals redirected to local *ports*, each with its port. Raises HostError."""
     relays: dict[tuple[int, bytes], LocalPort] = {
         (port.protocol, port.number.to_bytes(2, "big")): port for port in ports}
     local = node_addresses()
     for flow in listed:
-        by = ctnetlink.answered_by(family, flow)
+        by = conntrack.answered_by(family, flow)
         port = relays.get((flow.protocol, by.port))
         is_same = (by.address, by.port) == (flow.destination, flow.port)
         if port is not None and not is_same and by.address in local:

@@ -10,7 +10,7 @@ import pytest
 
 from kproxy_core.app import preparation
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.conntrack import ConntrackLimits, apply_limits
+from kproxy_core.linux.conntrack_limits import ConntrackLimits, apply_limits
 from kproxy_core.observe.events import ClusterEvent, EventRecorder
 from tests.core.namespaces import Namespace, namespace
 

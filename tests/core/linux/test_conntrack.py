@@ -17,13 +17,13 @@ import pytest
 
 from kproxy_conformance.builders import endpoint_slice, node_view, service
 from kproxy_core.linux import conntrack
-from kproxy_core.linux.conntrack import UdpFlow, delete_stale_syns, delete_stale_udp, read_udp_flows
-from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.linux.conntrack import TcpFlow, UdpFlow, delete_stale_syns, delete_stale_udp, read_udp_flows
+from kproxy_core.linux.conntrack_events import ResetWatch
+from kproxy_core.model.address import Family, Protocol, Socket, parse_address
 from kproxy_core.model.service import Destination, Service, ServicePortKey
 from kproxy_core.plan.endpoints import endpoints_of
-from kproxy_core.plan.quarantine import Answers, Attempt
 from kproxy_core.plan.service_plan import Frontend, plan_service, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, is_stale_syn
+from kproxy_core.plan.stale_flows import StaleFlows, StaleFlowTracker, is_stale_syn
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
 
@@ -394,40 +394,39 @@ def test_attempts_wait_until_they_are_answered(lab: Lab) -> None:
     a, b, silent = (Destination(parse_address(to), 9053) for to in (at.a, at.b, at.elsewhere))
     watched = {a, b, silent}
 
-    def read(most: int = 10) -> list[Attempt]:
-        return lab.inside.inside(lambda: conntrack.read_attempts(watched, most))
+    def read(most: int = 10) -> list[TcpFlow]:
+        return lab.inside.inside(lambda: conntrack.read_unanswered_to(watched, most))
 
     found = read()
     assert [(one.client, one.endpoint) for one in found] == [(parse_address(at.client), silent)] * 2
     assert len({one.id for one in found}) == 2
-    assert read(1) == found[:1]
-    assert read() == found
+    assert [one.id for one in read(1)] == [found[0].id]
+    assert {one.id for one in read()} == {one.id for one in found}
+    assert sorted(one.is_translated for one in found) == [False, True]
 
-    def answers(read: Callable[[], Answers]) -> tuple[list[Destination], bool]:
-        result = lab.inside.inside(read)
-        return sorted(one.endpoint for one in result.found), result.complete
+    def answered(read: Callable[[], list[TcpFlow]]) -> list[Destination]:
+        return sorted(one.endpoint for one in lab.inside.inside(read))
 
-    assert answers(lambda: conntrack.read_answers(watched, 10)) == (sorted([a, a, b]), True)
-    assert answers(lambda: conntrack.read_answers({b, silent}, 10)) == ([b], True)
-    assert answers(lambda: conntrack.read_answers_of(a, 10)) == ([a, a], True)
-    assert answers(lambda: conntrack.read_answers_of(a, 2)) == ([a, a], False)
-    assert answers(lambda: conntrack.read_answers_of(silent, 10)) == ([], True)
+    assert answered(lambda: conntrack.read_answered_by(watched, 10)) == sorted([a, a, b])
+    assert answered(lambda: conntrack.read_answered_by({b, silent}, 10)) == [b]
+    assert answered(lambda: conntrack.read_answered_by_one(a, 10)) == [a, a]
+    assert answered(lambda: conntrack.read_answered_by_one(a, 1)) == [a]
+    assert answered(lambda: conntrack.read_answered_by_one(silent, 10)) == []
 
 
-def test_refused_attempts_are_told(lab: Lab) -> None:
-    """Not those of other endpoints, nor a connection that was established before the reset."""
+def test_connections_that_a_reset_ends_are_told(lab: Lab) -> None:
+    """Translated or not, refused or established."""
     at = lab.at
     lab.nat({(at.vip, 80): at.a})
     listener = lab.bound(socket.SOCK_STREAM, at.b, 9053)
     listener.listen()
-    a, b = (Destination(parse_address(to), 9053) for to in (at.a, at.b))
-    found: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
+    found: queue.SimpleQueue[TcpFlow] = queue.SimpleQueue()
 
-    def note(refused: Sequence[Attempt]) -> None:
-        for one in refused:
+    def note(ended: Sequence[TcpFlow], _lost: bool) -> None:
+        for one in ended:
             found.put(one)
 
-    watch = lab.inside.inside(lambda: conntrack.RefusalWatch({a, b}, note))
+    watch = lab.inside.inside(lambda: ResetWatch("resets", note))
     try:
         with lab.bound(socket.SOCK_STREAM, at.client) as client:
             client.connect((at.b, 9053))
@@ -436,8 +435,18 @@ def test_refused_attempts_are_told(lab: Lab) -> None:
             served.close()
         connecting(lab, at.a, 9054)
         connecting(lab, at.vip, 80)
-        assert found.get(timeout=PATIENCE)[1:] == (parse_address(at.client), a)
-        assert found.empty()
+        told = {}
+        for _ in range(2):
+            one = found.get(timeout=PATIENCE)
+            told[one.dialled] = (one.client, one.endpoint, one.is_translated, one.is_assured)
+        client_at, a = parse_address(at.client), parse_address(at.a)
+        assert told == {
+            (a, 9054): (client_at, Destination(a, 9054), False, False),
+            (parse_address(at.vip), 80): (client_at, Destination(a, 9053), True, False),
+        }
+        lab.inside.run("conntrack", "-F", "-f", lab.family.label.lower())
+        established = found.get(timeout=PATIENCE)
+        assert (established.dialled, established.is_assured) == ((parse_address(at.b), 9053), True)
     finally:
         watch.close()
 

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from kproxy_core.linux import conntrack
+from kproxy_core.linux import conntrack_events
 from kproxy_core.model.address import Family
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
@@ -54,8 +54,8 @@ def connect(family: Family) -> None:
 def test_only_wanted_ends_of_flows_are_received(family: Family) -> None:
     tcp, udp = socket.IPPROTO_TCP, socket.IPPROTO_UDP
     wanted = {
-        conntrack.RESETS: [(tcp, _SERVICE), (tcp, _OTHER_PORT), (tcp, _DIRECT)],
-        conntrack.TRANSLATED: [*[(tcp, _SERVICE), (tcp, _OTHER_PORT)] * 2, (udp, _SERVICE)],
+        conntrack_events.RESETS: [(tcp, _SERVICE), (tcp, _OTHER_PORT), (tcp, _DIRECT)],
+        conntrack_events.TRANSLATED: [*[(tcp, _SERVICE), (tcp, _OTHER_PORT)] * 2, (udp, _SERVICE)],
     }
     with namespace() as inside:
         lead_to_server(inside, family)
@@ -67,6 +67,6 @@ def test_only_wanted_ends_of_flows_are_received(family: Family) -> None:
             with sock:
                 found = [
                     (event.protocol, event.original.port)
-                    for data in iter(sock.receive, b"") for event in conntrack.parse(data)
+                    for data in iter(sock.receive, b"") for event in conntrack_events.parse(data)
                 ]
             assert sorted(found) == sorted(wanted[accept])

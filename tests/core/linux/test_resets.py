@@ -9,15 +9,14 @@ from typing import NamedTuple
 import pytest
 
 from kproxy_core.linux import resets
-from kproxy_core.linux.conntrack import connected_to_removed
+from kproxy_core.linux.conntrack import find_pairs
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.resets import Pair, ResetTable, delete_resets
-from kproxy_core.model.address import Family, Protocol, format_address, parse_address
+from kproxy_core.model.address import Family, Socket, format_address, parse_address
 from kproxy_core.model.service import Destination
 from kproxy_core.nft.fake import FakeKernel
 from kproxy_core.nft.messages import NEWSETELEM, commands_text
 from kproxy_core.nft.transaction import RulesetSocket
-from kproxy_core.plan.service_plan import Frontend
 from tests.core.namespaces import Namespace, namespace
 from tests.patience import PATIENCE
 
@@ -26,9 +25,9 @@ ENDPOINTS = {Family.IPV4: "10.244.0.1", Family.IPV6: "fd00:244::1"}
 
 
 def pairs(family: Family) -> tuple[Pair, Pair]:
-    """Return two frontends and their common endpoint."""
+    """Return two VIPs and their common endpoint."""
     endpoint = Destination(parse_address(ENDPOINTS[family]), 8080)
-    one, two = (Pair(Frontend(parse_address(at), Protocol.TCP, 80), endpoint) for at in VIPS[family])
+    one, two = (Pair((parse_address(at), 80), endpoint) for at in VIPS[family])
     return one, two
 
 
@@ -46,7 +45,7 @@ class Lab:
         self.table = ResetTable(family)
         self._cleanup = cleanup
         self.pair, second = pairs(family)
-        self.vip, self.other, self.endpoint = self.pair.frontend, second.frontend, self.pair.endpoint
+        self.vip, self.other, self.endpoint = self.pair.dialled, second.dialled, self.pair.endpoint
         where, ip = format_address(self.endpoint.address), family.ip
         inside.ip(f"addr add {where}/{family.bits} dev lo{'' if family is Family.IPV4 else ' nodad'}",
                   f"route add default dev lo{'' if family is Family.IPV4 else f' src {where}'}")
@@ -58,9 +57,9 @@ class Lab:
             (where, 8080), family=socket.AF_INET if family is Family.IPV4 else socket.AF_INET6))
         cleanup.callback(self.listener.close)
 
-    def connect(self, to: Frontend | Destination) -> Connection:
-        assert to.address is not None
-        where = format_address(to.address), to.port
+    def connect(self, to: Socket) -> Connection:
+        address, port = to
+        where = format_address(address), port
         client = self.inside.inside(lambda: socket.create_connection(where, PATIENCE))
         self._cleanup.callback(client.close)
         server, _ = self.listener.accept()
@@ -68,9 +67,9 @@ class Lab:
         server.settimeout(PATIENCE)
         return Connection(client, server)
 
-    def connected(self, *known: Destination) -> set[tuple[Frontend, Destination]]:
+    def connected(self, *known: Destination) -> set[tuple[Socket, Destination]]:
         """Return the connections to the endpoint, of which the search is told if it is *known*."""
-        return self.inside.inside(lambda: connected_to_removed(
+        return self.inside.inside(lambda: find_pairs(
             self.family, lambda _, endpoint: endpoint == self.endpoint, known or None))
 
     def do(self, act: Callable[[], object]) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from kproxy_conformance.builders import destinations
-from kproxy_core.linux.conntrack import FlowEvent, FlowEventType, FlowTuple
+from kproxy_core.linux.conntrack import FlowTuple
+from kproxy_core.linux.conntrack_events import FlowEvent, FlowEventType
 from kproxy_core.linux.tracing import (
     INVALID,
     NEW,

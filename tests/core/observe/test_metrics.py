@@ -17,8 +17,9 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.events import BadObject
 from kproxy_core.observe.metrics import Metrics, SyncMetrics
 from kproxy_core.plan.service_plan import plan_service
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure
-from kproxy_core.sync.plans import FamilyPlans, Step
+from kproxy_core.sync.plans import FamilyPlans
 from tests.core.golden import golden
 from tests.core.metric_values import values
 

@@ -12,7 +12,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.health import ServiceHealth
 from kproxy_core.observe.server import HttpServer
-from kproxy_core.sync.plans import HealthCheck
+from kproxy_core.plan.health_checks import HealthCheck
 from tests.core.namespaces import own_network
 from tests.core.observe.http_clients import (
     eventually,

@@ -10,8 +10,9 @@ from kproxy_core.kube.store import Store
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.history import ChangeLog, SyncHistory
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.observer import Synced, SyncFailure
-from kproxy_core.sync.plans import FamilyPlans, Step
+from kproxy_core.sync.plans import FamilyPlans
 
 
 def synced(changed: int, **fields: object) -> Synced:

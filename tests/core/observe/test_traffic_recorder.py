@@ -12,7 +12,7 @@ from kproxy_core.contract.errors import BackendError
 from kproxy_core.contract.values import Connections, Failure
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
+from kproxy_core.observe.traffic.recorder import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend
 from tests.patience import PATIENCE
 
@@ -56,7 +56,7 @@ def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatc
     made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
     monkeypatch.setattr(made.failures, "start", lambda add_volumes: None)
     monkeypatch.setattr(made.failures, "read", lambda: None)
-    monkeypatch.setattr("kproxy_core.observe.traffic.accounting_enabled", lambda: False)
+    monkeypatch.setattr("kproxy_core.observe.traffic.tracked.accounting_enabled", lambda: False)
     made.start()
     return made
 

@@ -12,22 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.contract.values import Connections, Failure, Handshake
-from kproxy_core.linux.conntrack import NatBinding, Volume
+from kproxy_core.linux.conntrack_volumes import NatBinding, Volume
 from kproxy_core.linux.relay import counts as attribution
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import Destination, ServicePortKey
-from kproxy_core.observe.traffic import (
-    KEPT,
+from kproxy_core.observe.traffic.recorder import Stored, StoredTotals
+from kproxy_core.observe.traffic.series import (
     SERVICE_COUNTERS,
     SERVICE_HISTOGRAM,
     Chosen,
-    Counts,
     LimitedSeries,
-    Stored,
-    StoredTotals,
-    Totals,
     TrafficCollector,
 )
+from kproxy_core.observe.traffic.totals import KEPT, Counts, Totals
 from kproxy_core.plan.service_plan import Frontend
 
 V4 = Family.IPV4

@@ -3,9 +3,9 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kproxy_core.linux.conntrack import NatBinding, Volume
+from kproxy_core.linux.conntrack_volumes import NatBinding, Volume
 from kproxy_core.model.address import Address, Family
-from kproxy_core.observe.traffic import Growth
+from kproxy_core.observe.traffic.tracked import Growth
 
 WAY = NatBinding(Family.IPV4, 6, Address(bytes(4)), b"\0P", Address(bytes([10, 1, 0, 1])), b"\x1f\x90")
 

@@ -267,12 +267,12 @@ def small_node(monkeypatch: pytest.MonkeyPatch) -> NodeBudget:
     monkeypatch.setattr(budget, "ORDINARY", 20)
     monkeypatch.setattr(budget, "MOST_OF_NODE", 3 * 1100)
     monkeypatch.setattr(budget, "MOST_OF_NAMESPACE", 2 * 1100)
-    return NodeBudget()
+    return NodeBudget(Family.IPV4)
 
 
 def is_hashed(node: NodeBudget, name: str) -> bool:
     """Return whether a Service with a hash is served in full."""
-    return node.fit(service(name, hash_by="client"), {"": piece(2)}, Family.IPV4).slots > 0
+    return node.fit(service(name, hash_by="client"), {"": piece(2)}).slots > 0
 
 
 def test_the_first_services_are_served_in_full(small_node: NodeBudget) -> None:
@@ -295,21 +295,21 @@ def test_only_those_that_have_room_again_are_tried_again(small_node: NodeBudget)
     assert small_node.take_fitting() == [ServiceName("3", "3")]
     assert is_hashed(small_node, "3/3")
     assert small_node.take_fitting() == []
-    small_node.fit(service("0/0"), None, Family.IPV4)
+    small_node.fit(service("0/0"), None)
     assert small_node.take_fitting() == [ServiceName("4", "4")]
 
 
 def test_services_of_ordinary_size_do_not_count() -> None:
-    node = NodeBudget()
+    node = NodeBudget(Family.IPV4)
     for at in range(3000):
         web, slices = service(f"s{at}"), {"": piece(ORDINARY - budget.OF_PORT - 1)}
-        assert node.fit(web, slices, Family.IPV4).left_out == ()
+        assert node.fit(web, slices).left_out == ()
     assert node._total == 0
 
 
 def test_a_service_without_room_has_its_first_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MOST_OF_NODE", 0)
-    found = NodeBudget().fit(large(external=3), {"": piece(1000)}, Family.IPV4)
+    found = NodeBudget(Family.IPV4).fit(large(external=3), {"": piece(1000)})
     assert (found.destinations, found.external_addresses, found.left_out) == (100, 3, ("endpoints",))
 
 

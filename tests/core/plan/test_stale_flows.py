@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_conformance.builders import addresses, destinations, endpoint, endpoint_slice, node_view, service
-from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.model.address import Address, Family, Protocol, Socket, parse_address
 from kproxy_core.model.service import Destination, EndpointSlice, Service, ServicePortKey
 from kproxy_core.plan.claims import Claims
 from kproxy_core.plan.endpoints import endpoints_of
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, plan_service, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
+from kproxy_core.plan.stale_flows import StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
 
 NODE = node_view()
 VIP, EXTERNAL = parse_address("10.96.0.1"), parse_address("192.0.2.1")

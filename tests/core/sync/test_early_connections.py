@@ -11,12 +11,11 @@ import pytest
 from kproxy_conformance.builders import addresses, endpoint_slice, node_view, plans, service
 from kproxy_core.contract.values import Scope
 from kproxy_core.linux.errors import HostError
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Family, Protocol, Socket
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.plan.stale_flows import Socket
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.flows import EarlyConnections
 from kproxy_core.sync.observer import Synced
-from kproxy_core.sync.plans import Step
 from tests.core.sync_events import NO_INSTANCE
 from tests.patience import PATIENCE
 

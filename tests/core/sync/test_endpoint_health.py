@@ -1,17 +1,18 @@
 """Which endpoints are watched, and what follows from what connection tracking tells of them."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 from kproxy_conformance.builders import destinations, endpoint, endpoint_slice, node_view, service
+from kproxy_core.linux.conntrack import TcpFlow
 from kproxy_core.model.address import parse_address
 from kproxy_core.model.service import Destination, ServiceName
-from kproxy_core.plan.quarantine import Answer, Answers, Attempt, Quarantined, Sentence
+from kproxy_core.plan.quarantine import Quarantined, Sentence
 from kproxy_core.plan.service_plan import ServicePlan, plan_service
+from kproxy_core.sync.difference import Step
 from kproxy_core.sync.endpoint_health import EndpointHealth, WatchedEndpoints
-from kproxy_core.sync.plans import Step
 from tests.core.loop_rig import Clock
 
 pytestmark = pytest.mark.pure
@@ -59,23 +60,28 @@ def test_an_endpoint_is_watched_until_its_last_service_stops_asking() -> None:
     assert not found.local
 
 
+def flow(id_: bytes, where: Destination, client: str = "10.2.0.9", *, is_assured: bool = False) -> TcpFlow:
+    return TcpFlow(
+        id_, parse_address(client), where, where, is_answered=False, is_assured=is_assured, timeout=100)
+
+
 class Table:
     """What connection tracking tells."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.waiting: list[Attempt] = []
-        self.answered: list[Answer] = []
+        self.waiting: list[TcpFlow] = []
+        self.answered: list[TcpFlow] = []
         for name, read in {
-            "read_attempts": lambda of, most: list(self.waiting),
-            "read_answers": lambda of, most: Answers(list(self.answered)),
-            "read_answers_of": lambda where, most: Answers(
-                [one for one in self.answered if one.endpoint == where]),
+            "read_unanswered_to": lambda of, most: list(self.waiting),
+            "read_answered_by": lambda of, most: list(self.answered),
+            "read_answered_by_one": lambda where, most: [
+                one for one in self.answered if one.endpoint == where],
         }.items():
             monkeypatch.setattr(f"kproxy_core.sync.endpoint_health.{name}", read)
 
     def wait(self, where: Destination, clients: str) -> None:
         first = len(self.waiting)
-        self.waiting += [Attempt(bytes([number]), parse_address(client), where)
+        self.waiting += [flow(bytes([number]), where, client)
                          for number, client in enumerate(clients.split(), first)]  # fmt: skip
 
 
@@ -102,13 +108,44 @@ def test_quarantine_is_applied_and_told(
         look(10.0)
         look(10.25)
         table.wait(ONE, "10.2.0.2")
-        table.answered.append(Answer(b"other", TWO))
+        table.answered.append(flow(b"other", TWO))
         assert look(11.2) == [("kproxy_quarantined_endpoints", 1), ("kproxy_quarantines_total", 1)]
         assert applied == [([ONE], ["web"])]
         assert reports == [(watched_plan.key.service, (
             "endpoint 10.0.0.1:8080 is in quarantine on this node: 3 of 3 attempts unanswered"))]
-        table.answered.append(Answer(table.waiting.pop().id, ONE))
+        table.answered.append(flow(table.waiting.pop().id, ONE))
         assert look(12.2) == [("kproxy_quarantined_endpoints", 0), ("kproxy_quarantines_total", 1)]
         assert applied[1:] == [([], ["web"])]
     assert [record.getMessage() for record in caplog.records] == [
         "endpoint put into quarantine", "endpoint is out of quarantine"]
+
+
+def test_refusals_count_like_attempts_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of endpoints that nothing watches, nor resets of established connections."""
+    clock, table = Clock(), Table(monkeypatch)
+    shut: list[list[Destination]] = []
+    told: list[Callable[[Sequence[TcpFlow], bool], None]] = []
+    monkeypatch.setattr(
+        "kproxy_core.sync.endpoint_health.ResetWatch", lambda _name, ended: told.append(ended))
+    health = EndpointHealth(
+        lambda endpoints, _: shut.append(list(endpoints)), lambda *_: None, count_refusals=True, clock=clock)
+    watched_plan = plan("web", "10.0.0.1", "10.0.0.2", quarantined={})
+    health.follow([Step(watched_plan.key, None, watched_plan)])
+    health.look()
+    (refuse,) = told
+
+    def look(at: float, *ended: TcpFlow) -> None:
+        clock.now = at
+        refuse(ended, False)
+        health.look()
+
+    elsewhere = Destination(parse_address("10.0.0.3"), 8080)
+    clients = ("10.2.0.1", "10.2.0.2", "10.2.0.3")
+    refused = [flow(client.encode(), ONE, client) for client in clients]
+    established = [flow(client[::-1].encode(), TWO, client, is_assured=True) for client in clients]
+    look(10.0, *refused, *established, *(one._replace(endpoint=elsewhere) for one in refused))
+    look(10.25)
+    table.answered.append(flow(b"other", TWO))
+    look(10.3, flow(b"again", ONE))
+    look(11.5)
+    assert shut == [[ONE]]

@@ -11,7 +11,6 @@ from kproxy_core.model.events import ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import EndpointSlice
 from kproxy_core.plan import budget
 from kproxy_core.plan.budget import OF_PORT
-from kproxy_core.sync import plans
 from kproxy_core.sync.isolation import UnservedServices
 from tests.core.loop_rig import V4, Rig
 
@@ -19,7 +18,7 @@ from tests.core.loop_rig import V4, Rig
 @pytest.fixture(autouse=True)
 def small_giants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Service with four endpoints be a giant, and have six at most."""
-    monkeypatch.setattr(plans, "GIANT", OF_PORT + 4)
+    monkeypatch.setattr(budget, "GIANT", OF_PORT + 4)
     monkeypatch.setattr(budget, "MOST_DESTINATIONS", 6)
 
 

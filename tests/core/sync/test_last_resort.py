@@ -168,7 +168,7 @@ def test_each_family_decides_for_itself() -> None:
     rig.start(ServiceSet(service("web", ip="10.96.0.1 fd00:96::1", last_resort=30)),
               piece(*ready(A)), piece(*ready(A6), name="six"))
     rig.say(piece(*down(A)))
-    assert rig.loop.plans[V4].last_resorts == 1
+    assert len(rig.loop.plans[V4].last_resorts) == 1
     rig.clock.now = 10.0
     rig.say(piece(*down(A6), name="six"))
     assert [[len(plan.cluster) for plan in rig.backend.held[of].values()] for of in (V4, V6)] == [[1], [1]]

@@ -34,11 +34,11 @@ from kproxy_core.model.events import (
 )
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServicePortKey, SliceName
+from kproxy_core.plan.health_checks import HealthCheck
 from kproxy_core.plan.quarantine import Sentence
 from kproxy_core.plan.service_plan import ServicePlan, plan_service
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.sync.observer import Folded, Synced, SyncObserver
-from kproxy_core.sync.plans import HealthCheck
 from tests.core.loop_rig import V4, WALL, Clock, RecordingBackend, Rig
 
 WEB = ServiceSet(service("web"))

@@ -61,17 +61,14 @@ class Rig:
         self.relays = NodePortRelays(
             lambda service, problem: self.events.append((service, problem)), self.shown.__setitem__,
             self.calls.put,
-            lambda seconds, call: self.delayed.append((seconds, call)),
-            lambda backend: backend is not self.tried)
-        self.tried: Asking | None = None
-        """The backend that does not serve yet."""
+            lambda seconds, call: self.delayed.append((seconds, call)))
 
     def resync(self, of: Plans, node: NodeView = NODE, backend: Asking = BOTH) -> None:
-        self.relays.follow(backend, full_update(node, of))
+        self.relays.update_succeeded(backend, full_update(node, of))
         self.settle()
 
     def change(self, changed: Mapping[ServicePortKey, ServicePlan | None], of: Plans) -> None:
-        self.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, changed, of))
+        self.relays.update_succeeded(BOTH, Update(NODE.family, Scope.CHANGED, NODE, changed, of))
         self.settle()
 
     def make_delayed_calls(self) -> list[float]:
@@ -241,7 +238,7 @@ def test_nobody_waits_for_a_process_that_hangs_and_it_is_replaced(rig: Rig, hast
         (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         of = web(b)
-        rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
+        rig.relays.update_succeeded(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
         assert not rig.relays.await_answers(0.0)
         assert children(os.getpid()) - before == {pid}
         rig.settle()
@@ -274,7 +271,7 @@ def test_a_process_that_hangs_does_not_keep_the_proxy(rig: Rig, hasty: None) -> 
         (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         of = web(a, node_port=30081)
-        rig.relays.follow(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
+        rig.relays.update_succeeded(BOTH, Update(NODE.family, Scope.CHANGED, NODE, of, of))
         problem = "default/web is not served on 127.0.0.1:30081: the relay worker has not answered yet"
         assert (rig.relays.problem(NODE.family, *of), rig.metrics()["listeners"]) == (problem, 0)
         rig.relays.close()
@@ -316,16 +313,16 @@ def test_the_mode_that_serves_next_need_not_want_relays(rig: Rig) -> None:
 
 def test_a_mode_that_is_tried_has_its_relays_before_it_syncs_and_closes_none(rig: Rig) -> None:
     with answering("a") as a:
-        of = web(a)
-        rig.resync(of, backend=Asking())
-        rig.tried = BOTH
-        rig.relays.prepare(BOTH, full_update(NODE, of))
+        of, none = web(a), Asking()
+        rig.relays.settle(none)
+        rig.resync(of, backend=none)
+        rig.relays.update_started(BOTH, full_update(NODE, of))
         assert reached() == "a"
-        rig.tried = none = Asking()
+        rig.relays.settle(BOTH)
         rig.resync(of)
         rig.resync(of, backend=none)
         assert reached() == "a"
-        rig.tried = None
+        rig.relays.settle(none)
         rig.resync(of, backend=none)
         assert reached() == ""
 

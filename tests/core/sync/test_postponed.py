@@ -14,9 +14,10 @@ from kproxy_core.contract.values import Scope, Update
 from kproxy_core.model.address import Protocol
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceSet
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan import budget
 from kproxy_core.plan.budget import OF_PORT
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.sync import family, plans
+from kproxy_core.sync import family
 from kproxy_core.sync.node_facts import NodeSettings
 from tests.core.loop_rig import V4, RecordingBackend, Rig
 
@@ -75,12 +76,12 @@ def test_what_the_backend_leaves_unfinished_follows_the_changes_of_others() -> N
     rig.backend.unfinished = frozenset({web})
     (update,) = rig.say(SliceSet(endpoint_slice("web", "10.1.0.9")))
     assert update.changed.keys() == {web}
-    assert rig.loop.plans[V4].postponed == {web}
+    assert rig.loop.plans[V4].difference.postponed == {web}
     (update,) = rig.say(*small("other", 2))
     assert web not in update.changed
     rig.backend.unfinished = frozenset()
     assert [update.changed.keys() for update in rig.settle()] == [{web}]
-    assert not rig.loop.plans[V4].postponed
+    assert not rig.loop.plans[V4].difference.postponed
     assert is_settled(rig)
 
 
@@ -109,7 +110,7 @@ def test_a_full_sync_may_leave_a_part_of_one(first: bool) -> None:
         rig.backend.damaged(V4, "flushed")
         rig.clock.now += 0.1
         assert [update.scope for update in rig.turn()] == [Scope.RESYNC]
-    assert rig.loop.plans[V4].postponed == {web}
+    assert rig.loop.plans[V4].difference.postponed == {web}
     (update,) = rig.say(*small("other", 2))
     assert web not in update.changed
     rig.backend.unfinished = frozenset()
@@ -200,7 +201,7 @@ def test_stale_flows_of_what_was_postponed_are_found_when_it_is_written() -> Non
     rig.settle()
     found = rig.recorder.successes
     assert len(found) > 2
-    assert all(synced.udp_ports == {step.key for step in synced.steps} for synced in found)
+    assert all(synced.follow_ups.udp_ports == {step.key for step in synced.steps} for synced in found)
 
 
 def test_a_removed_service_that_waits_is_not_taken_for_a_stale_one() -> None:
@@ -302,7 +303,7 @@ def test_every_update_can_be_written_and_the_last_state_is_that_of_the_plans(
     """After every update each frontend has one owner, as in a kernel map."""
     with pytest.MonkeyPatch.context() as patch:
         if has_giants:
-            patch.setattr(plans, "GIANT", 15)
+            patch.setattr(budget, "GIANT", 15)
         rig = Rig(families=[V4])
         wrong: list[object] = []
 

@@ -13,15 +13,14 @@ from kproxy_core.linux.resets import Pair
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.events import Event, ServiceGone, ServiceSet, SliceGone, SliceSet
 from kproxy_core.model.service import Destination, ServicePortKey, SliceName
-from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.sync.resets import ConnectionResets, ResetResult
+from kproxy_core.sync.resets import ConnectionResets, ResetResult, frontend_of
 from tests.core.loop_rig import V4, Clock, Rig
 from tests.patience import PATIENCE
 
 WEB = ServicePortKey("default", "web", "", Protocol.TCP)
-VIP = Frontend(parse_address("10.96.0.1"), Protocol.TCP, 80)
-OTHER_VIP = Frontend(parse_address("10.96.0.2"), Protocol.TCP, 80)
+VIP = parse_address("10.96.0.1"), 80
+OTHER_VIP = parse_address("10.96.0.2"), 80
 A, B = destinations("10.0.0.1:8080 10.0.0.2:8080")
 
 
@@ -45,9 +44,9 @@ class Kernel:
 
     def find(
         self, family: Family, is_removed: IsRemoved, endpoints: Collection[Destination] | None
-    ) -> set[tuple[Frontend, Destination]]:
+    ) -> set[Pair]:
         self.searched.append(None if endpoints is None else frozenset(endpoints))
-        return {(frontend, where) for frontend, where in self.connections if is_removed(frontend, where)}
+        return {pair for pair in self.connections if is_removed(frontend_of(pair.dialled), pair.endpoint)}
 
     def read(self) -> frozenset[Pair]:
         return self.table

@@ -30,7 +30,7 @@ from kproxy_core.contract.values import BackendSettings, Failure, Update
 from kproxy_core.linux.rulesets import table_exists
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.observe.traffic import FrontendOwners, StoredTotals, TrafficRecorder
+from kproxy_core.observe.traffic.recorder import FrontendOwners, StoredTotals, TrafficRecorder
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.cleanup import cleanup as clean_up_iptables

@@ -19,7 +19,7 @@ from kproxy_core.contract.values import BackendSettings, Failure
 from kproxy_core.linux.relay.orders import Count
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
-from kproxy_core.observe.traffic import Counts
+from kproxy_core.observe.traffic.totals import Counts
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.traffic import Traffic
 from kproxy_userspace.wanted import wanted

@@ -1,0 +1,1 @@
+"""Traffic of Services: counts of connections, failures and bytes, kept across restarts, and their metrics."""
