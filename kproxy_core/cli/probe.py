@@ -13,7 +13,7 @@ from kproxy_core.app.verify import Expectation
 from kproxy_core.cli.terminal import bad, good, hint
 from kproxy_core.cli.verify import Connector
 from kproxy_core.linux.addresses import node_addresses
-from kproxy_core.linux.conntrack import flow_events
+from kproxy_core.linux.conntrack_events import flow_events
 from kproxy_core.linux.errors import HostError
 from kproxy_core.linux.namespaces import Neighbour, neighbour_with
 from kproxy_core.model.address import Address, format_address, parse_address

@@ -230,7 +230,8 @@ def _faults(deciders: Sequence[Answered]) -> Iterator[Problem]:
         for packet in answered.packets:
             to, kernel = f"packets to {_dialled(packet)}/{packet['protocol']}", packet["kernel"]
             if not _arrives(packet) and not (is_served and _is_left_to_others(packet)):
-                yield Problem(f"{to} are {packet['outcome']}: {packet['because']}", answered.node)
+                ends = "end in several ways" if packet["outcome"] == "depends" else f"are {packet['outcome']}"
+                yield Problem(f"{to} {ends}: {packet['because']}", answered.node)
             if kernel["verdict"] == DIFFERS:
                 yield Problem(f"{to}: the kernel differs: {joined(kernel['differences'])}", answered.node)
             yield from (Problem(f"{to}: {place}", answered.node) for place in kernel.get("filters", ()))
