@@ -66,6 +66,15 @@ def problems(proxy: Proxy) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Namespace, Proxy]]:
+    """A proxy without problems, and its directory."""
+    directory = tmp_path_factory.mktemp("manifests")
+    (directory / "web.yaml").write_text(SERVICE)
+    with proxy_at(directory) as (node, proxy):
+        yield directory, node, proxy
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -82,12 +91,12 @@ def problems(proxy: Proxy) -> list[str]:
     ],
 )
 def test_an_object_that_is_not_served_as_it_says(
-    tmp_path: Path, file: str, content: str, problem: str
+    serving: tuple[Path, Namespace, Proxy], file: str, content: str, problem: str
 ) -> None:
-    (tmp_path / "web.yaml").write_text(SERVICE)
-    with proxy_at(tmp_path) as (node, proxy):
-        assert problems(proxy) == []
-        (tmp_path / file).write_text(content)
+    directory, node, proxy = serving
+    assert problems(proxy) == []
+    (directory / file).write_text(content)
+    try:
         until(lambda: any(each.startswith(problem) for each in problems(proxy)), lambda: problems(proxy))
         assert proxy.health()[0] == 200
         assert 'kproxy_problems{about="objects"} 1\n' in proxy.get(METRICS, "/metrics")[1]
@@ -99,9 +108,10 @@ def test_an_object_that_is_not_served_as_it_says(
         assert (doctor["check"], doctor["evidence"]) == ("proxy", problems(proxy))
         page = json.loads(proxy.get(METRICS, "/debug/kproxy/status.json")[1])
         assert (page["healthy"], page["well"]) == (True, False)
-        (tmp_path / file).unlink()
-        until(lambda: problems(proxy) == [], lambda: problems(proxy))
-        assert kproxy("status", "--no-doctor", node=node).returncode == 0
+    finally:
+        (directory / file).unlink()
+    until(lambda: problems(proxy) == [], lambda: problems(proxy))
+    assert kproxy("status", "--no-doctor", node=node).returncode == 0
 
 
 def test_a_port_that_cannot_be_opened(tmp_path: Path) -> None:
