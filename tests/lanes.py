@@ -10,6 +10,7 @@ Rights that are missing on this machine follow, each with the number of tests th
 import compileall
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kproxy_conformance.network.patience import PATIENCE, patience
+from kproxy_conformance.processes import own_name
 from tests.rights import CI
 
 CHECKOUT = Path(__file__).parents[1]
@@ -334,10 +336,23 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     cpu = sum(each.cpu for each in ended)
     took = time.monotonic() - began
     print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; in all {took:.0f} s, {cpu:.0f} s of CPU")
-    print(f"logs: {directory}")
     for each in ended:
         each.repeat_failures()
     return sum((each.tally for each in ended), Counter())
+
+
+def logged(lanes: Sequence[Lane]) -> Counter[str]:
+    """As `run`, with the logs in a directory that is announced and kept if anything failed.
+
+    An interrupted run leaves it to the next sweep.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"{own_name('lanes')}-"))
+    tally = run(lanes, directory)
+    if tally["failed"]:
+        print("logs:", directory.rename(tempfile.mkdtemp(prefix="kproxy-lanes-")))
+    else:
+        shutil.rmtree(directory)
+    return tally
 
 
 def guest_is_available() -> bool:
@@ -365,8 +380,7 @@ def main() -> int:
     if any(lane.in_a_guest for lane in lanes) and not guest_is_available():
         unplayed = sum(lane.in_a_guest for lane in lanes)
         lanes = [lane for lane in lanes if not lane.in_a_guest]
-    directory = Path(tempfile.mkdtemp(prefix="kproxy-lanes-"))
-    tally = run(lanes, directory) if lanes else Counter[str]()
+    tally = logged(lanes) if lanes else Counter[str]()
     tally["failed" if CI or not lanes else "skipped"] += unplayed
     skipped = f", {tally['skipped']} skipped" if tally["skipped"] else ""
     print(f"{tally['passed']} passed, {tally['failed']} failed{skipped}")

@@ -1,7 +1,7 @@
 """Remove what runs of the tests that were killed have left on this machine.
 
 Each thing is named with the process that made it (`own_name`), and is touched only if that process has ended.
-Directories that a run announces, with its logs or results, have other names, and are kept.
+Directories that a run announces, with its results or the logs of failures, have other names, and are kept.
 """
 
 import ctypes

@@ -537,9 +537,7 @@ class _Proxy:
         if self._privileged:
             for doubt in doubts(self._config, self._node, self._families, self._store.node):
                 log.warning("suspicious configuration", extra={"fields": {"because": doubt}})
-            instance = self._switch.instance
-            preparation.warn_of_unaddressed(
-                instance.mode, self._families, instance.needs_interface_addresses)
+            self._warn_of_unaddressed(self._switch.instance)
             self._takeover.start()
         else:
             self._health.release()
@@ -561,6 +559,9 @@ class _Proxy:
     def _show_fallback(self, serving: str) -> None:
         self._health.report("mode", None, str(self._about.fallback_to(serving) or ""))
 
+    def _warn_of_unaddressed(self, instance: BackendInstance) -> None:
+        preparation.warn_of_unaddressed(instance.mode, self._families, instance.needs_interface_addresses)
+
     def _mode_changed(self, instance: BackendInstance) -> None:
         self._loop.post(partial(self._relays.settle, instance))
         if self._traffic is not None:
@@ -572,4 +573,5 @@ class _Proxy:
         self._about.configuration = effective(self._configuration.of(instance.mode))
         self._about.mode = instance.mode  # After everything that others read once they have seen it.
         self._events.report_node("Normal", "ModeSwitched", instance.mode)
+        self._warn_of_unaddressed(instance)
         self._loop.post(self._heartbeat.beat)

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.nft.expressions import CERTAIN, BaseChain, Branch, Chance, Ruleset
-from kproxy_core.nft.interpret import End, Fate, Way, track
+from kproxy_core.nft.interpret import End, Fate, Program, Way, track
 from kproxy_core.nft.packet import (
     LOOPBACK,
     RTN_LOCAL,
@@ -87,10 +87,11 @@ def drops(
     found: list[Drop] = []
     ended: Chance | None = None
     branches: list[Branch] = []
+    program = Program(ruleset)
     for hook, packet in way:
         is_dialled = packet.dialled_port is not None if with_nat is None else with_nat
         follows = _is_of_others if is_dialled else _is_filter_of_others
-        walk = Way(ruleset, _node_of(packet), follows, _is_not_service_chain)
+        walk = Way(program, _node_of(packet), follows, _is_not_service_chain)
         branches = [_at(branch, hook, packet) for branch in branches] or [
             Branch(_first(packet, hook), CERTAIN)]
         diverted: list[Branch] = []

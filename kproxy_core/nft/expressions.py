@@ -42,10 +42,12 @@ from kproxy_core.nft.rules import (
     NFT_BREAK,
     NFT_CONTINUE,
     Attributes,
+    DataType,
     Expression,
     HeldRule,
     Verdict,
     parse_verdict,
+    types_of_number,
 )
 from kproxy_core.nft.xt import STOLEN, UNKNOWN, Sight
 
@@ -77,6 +79,7 @@ class Elements:
         self._one = one
         self._all: Sequence[Element] | None = None
         self._known: dict[bytes, Element | None] = {}
+        self._are_all_known = False
 
     def __iter__(self) -> Iterator[Element]:
         """Yield all elements. Raises OSError."""
@@ -86,10 +89,13 @@ class Elements:
 
     def at(self, key: bytes) -> Element | None:
         """Return the element whose key is *key*, or the catch-all at b"". Raises OSError."""
-        if key not in self._known:
-            self._known[key] = self._one(key) if self._one is not None and self._all is None else next(
-                (each for each in self if each.key == key), None)
-        return self._known[key]
+        if key not in self._known and not self._are_all_known:
+            if self._one is not None and self._all is None:
+                self._known[key] = self._one(key)
+            else:  # The first one of a key counts.
+                self._known = {each.key: each for each in reversed(list(self))}
+                self._are_all_known = True
+        return self._known.get(key)
 
 
 class HeldSet(NamedTuple):
@@ -105,6 +111,8 @@ class HeldSet(NamedTuple):
     """Rules add elements."""
     object_type: int = 0
     """In a map of objects: NFT_OBJECT_*."""
+    types: tuple[DataType, ...] = ()
+    """Those of a key's parts; (): not known."""
 
     def find(self, value: bytes) -> Element | None:
         """Return the element whose key is *value*, or whose interval holds it. Raises OSError."""
@@ -164,11 +172,27 @@ class Ruleset(Protocol):
 # Ways of a packet.
 
 
+class Looked(NamedTuple):
+    """A set or map in which a rule has looked up a key."""
+
+    container: str
+    key: bytes
+    """b"" if it is not known."""
+    element: Element | None
+    """None: it holds none for the key."""
+
+
 class Met(NamedTuple):
-    """A rule whose matches all apply to the packet."""
+    """A rule whose matches all apply to the packet, or that has drawn a number without an element."""
 
     place: Place
     is_certain: bool
+    looked: tuple[Looked, ...] = ()
+
+    @property
+    def misses(self) -> bool:
+        """Whether no element was found for the number, so that the rule does not apply."""
+        return bool(self.looked) and self.looked[-1].element is None
 
 
 class Doubt(NamedTuple):
@@ -179,6 +203,8 @@ class Doubt(NamedTuple):
     occurrence: int
     """The statement may be met several times."""
     matched: bool
+    place: Place | None = None
+    """None: no rule."""
 
 
 _Cube = frozenset[Doubt]
@@ -211,11 +237,13 @@ class Chance(NamedTuple):
         return (*sorted(found), *(
             sorted({each.text for each in self.random}) if self.share <= _ALL else ()))
 
-    def given(self, doubt: str, *, matched: bool) -> "Chance":
+    def given(self, doubt: str, place: Place | None = None, *, matched: bool) -> "Chance":
+        """Return the chance if a statement is decided so. *place* is that of its rule."""
+        text = doubt if place is None else f"{doubt} {place.text}"
         cases = {}
         for case, share in self.cases.items():
-            times = sum(each.text == doubt for each in case)
-            cases[case | {Doubt(doubt, times, matched)}] = share
+            times = sum(each.text == text for each in case)
+            cases[case | {Doubt(text, times, matched, place)}] = share
         return Chance(cases, self.random)
 
     def times(self, share: float, why: str, *, matched: bool = True) -> "Chance":
@@ -265,6 +293,10 @@ class Branch(NamedTuple):
     met: tuple[Met, ...] = ()
     """In their order."""
 
+    def of(self, seen: Seen) -> "Branch":
+        """Return the way with another packet."""
+        return Branch(seen, self.chance, self.met)
+
 
 # One rule.
 
@@ -272,134 +304,191 @@ _Words = dict[int, Bytes]
 """Registers in words of four bytes."""
 
 
-class Ran(NamedTuple):
-    """A rule that was run for a packet."""
-
-    branch: Branch
-    rejects: bool
-    packets: int | None
-
-
 class _NotKnown(Exception):
     """It depends on what cannot be known whether an expression matches."""
 
 
-def run(
-    ruleset: Ruleset, node: Node, base: BaseChain, place: Place, expressions: Sequence[Expression],
-    branch: Branch,
-) -> Iterator[tuple[Verdict, Ran]]:
-    """Yield the verdicts of a rule for a packet: one, or several that depend on what is not known."""
-    open_: list[tuple[int, _Run]] = [(0, _Run(ruleset, node, base, place, branch.seen, branch.chance))]
-    while open_:
-        at, run = open_.pop()
-        while run.verdict.code == NFT_CONTINUE and at < len(expressions):
-            others = run.step(expressions[at])
+_STRANGE: Final = (KeyError, ValueError, IndexError, Malformed)
+"""Errors in attributes: they are those of a newer kernel."""
+_NOT_EXECUTED: Final = (_NotKnown, xt.Unreadable, *_STRANGE)
+_CONTINUE: Final = Verdict(NFT_CONTINUE)
+_BREAK: Final = Verdict(NFT_BREAK)
+
+
+class Around(NamedTuple):
+    """What the rules of a chain have around them."""
+
+    held_set: Callable[[str, str, str], HeldSet | None]
+    """`Ruleset.held_set`"""
+    node: Node
+    base: BaseChain
+    most_numbers: int
+    """Numbers at random that are followed in one rule, each by itself."""
+
+
+class Prepared(NamedTuple):
+    """A rule whose expressions have been read."""
+
+    place: Place
+    steps: tuple["_Step", ...]
+
+
+def prepare(place: Place, expressions: Iterable[Expression]) -> Prepared:
+    return Prepared(place, tuple(map(_prepared, expressions)))
+
+
+def run(around: Around, rule: Prepared, branch: Branch) -> list["Run"]:
+    """Return how a rule ends for a packet: in one way, or in several that depend on what is not known.
+
+    Its way after a rule that does not match is *branch* itself.
+    """
+    place, steps = rule
+    seen, chance, known = branch
+    run = Run(around, place, seen, chance)
+    open_: list[tuple[int, Run]] = []
+    found, at, count = [], 0, len(steps)
+    while True:
+        while at < count and (run.verdict is _CONTINUE or run.verdict.code == NFT_CONTINUE):
+            name, step = steps[at]
             at += 1
-            open_ += [(at, other) for other in reversed(others)]
-        met = branch.met if run.verdict.code == NFT_BREAK else (*branch.met, Met(place, True))
-        yield run.verdict, Ran(Branch(run.seen, run.chance, met), run.rejects, run.packets)
+            try:
+                others = step(run)
+            except _NOT_EXECUTED as problem:
+                others = run.doubt(name, problem)
+            if others:
+                open_ += [(at, other) for other in reversed(others)]
+        if run.verdict.code != NFT_BREAK or run.misses:
+            run.branch = Branch(run.noted(seen), run.chance, (*known, Met(place, True, run.looked)))
+        elif run.seen is seen and run.chance is chance:
+            run.branch = branch
+        else:
+            run.branch = Branch(run.noted(seen), run.chance, known)
+        found.append(run)
+        if not open_:
+            return found
+        at, run = open_.pop()
 
 
-class _Run:
+class Run:
     """The run of one rule's expressions for one packet."""
 
-    def __init__(
-        self, ruleset: Ruleset, node: Node, base: BaseChain, place: Place, seen: Seen, chance: Chance
-    ) -> None:
-        self._ruleset = ruleset
-        self._node = node
-        self._base = base
+    branch: Branch
+    """The packet behind the rule."""
+    verdict = _CONTINUE
+    rejects = False
+    packets: int | None = None
+    looked: tuple[Looked, ...] = ()
+    _drawn = 0
+    """The numbers of which it has one at random, over all its statements; 0: none."""
+
+    def __init__(self, around: Around, place: Place, seen: Seen, chance: Chance) -> None:
+        self._around = around
         self._place = place
         self.seen = seen
         self.chance = chance
-        self.verdict = Verdict(NFT_CONTINUE)
-        self.rejects = False
-        self.packets: int | None = None
         self._words: _Words = {}
+
+    @property
+    def misses(self) -> bool:
+        """Whether a random number had no element."""
+        return bool(self._drawn and self.looked) and self.looked[-1].element is None
 
     @property
     def _where(self) -> str:
         return self._place.text
 
+    def noted(self, before: Seen) -> Seen:
+        """Return the packet. It has the rule that has exempted it from connection tracking."""
+        seen = self.seen
+        if seen is before or seen.tracking is not Tracking.UNTRACKED or seen.untracked_by is not None:
+            return seen
+        return seen._replace(untracked_by=self._place)
+
     def _copy(self) -> Self:
-        other = type(self)(
-            self._ruleset, self._node, self._base, self._place, self.seen, self.chance)
+        other = type(self)(self._around, self._place, self.seen, self.chance)
         other.verdict, other.rejects, other.packets = self.verdict, self.rejects, self.packets
+        other.looked, other._drawn = self.looked, self._drawn
         other._words = dict(self._words)
         return other
 
-    def step(self, expression: Expression) -> Sequence["_Run"]:
-        """Execute an expression. Return the other runs that are possible from here on."""
-        step = _STEPS.get(expression.name)
-        try:
-            if step is not None:
-                return step(self, expression.attributes) or ()
-            return () if expression.name in _WITHOUT_EFFECT else self._strange(expression.name)
-        except _NotKnown as problem:
+    def doubt(self, name: str, problem: Exception) -> Sequence["Run"]:
+        """Continue behind an expression that was not executed. Return the other runs that are possible."""
+        if isinstance(problem, _NotKnown):
             self._words.clear()
             return self._decide(Depends(str(problem)))
-        except xt.Unreadable as problem:
+        if isinstance(problem, xt.Unreadable):
             return self._strange(str(problem)) if str(problem).startswith("target") else self._decide(
                 Depends(str(problem)))
-        except (KeyError, ValueError, IndexError, Malformed):  # Attributes of a newer kernel.
-            return self._strange(expression.name)
+        return self._strange(name)
 
-    def _strange(self, name: str) -> Sequence["_Run"]:
+    def _strange(self, name: str) -> Sequence["Run"]:
         """Continue behind an expression that is not known: it may match, not match, or end the packet."""
         others = self._decide(Depends(name))
         self._words.clear()
         end = self._copy()
         end.verdict = Verdict(UNKNOWN)
-        end.chance = end.chance.given(f"{name} {self._where}", matched=True)
+        end.chance = end.chance.given(name, self._place, matched=True)
         return [*others, end]
 
     @staticmethod
-    def _depend(name: str, run: "_Run", found: Attributes) -> Sequence["_Run"]:
+    def _depend(name: str, run: "Run", found: Attributes) -> Sequence["Run"]:
         return run._decide(Depends(name))
 
-    def _decide(self, answer: Answer) -> Sequence["_Run"]:
+    def _decide(self, answer: Answer) -> Sequence["Run"]:
         """End the rule if it does not match."""
         if answer is True:
             return ()
         if answer is False:
-            self.verdict = Verdict(NFT_BREAK)
+            self.verdict = _BREAK
             return ()
         other = self._copy()
-        other.verdict = Verdict(NFT_BREAK)
-        why = f"{answer.why} {self._where}"
+        other.verdict = _BREAK
         if isinstance(answer, Share):
             if not 0 < answer.yes < 1:
                 return self._decide(answer.yes >= 1)
+            why = f"{answer.why} {self._where}"
             self.chance = self.chance.times(answer.yes, why)
             other.chance = other.chance.times(1 - answer.yes, why, matched=False)
         else:
-            self.chance = self.chance.given(why, matched=True)
-            other.chance = other.chance.given(why, matched=False)
+            self.chance = self.chance.given(answer.why, self._place, matched=True)
+            other.chance = other.chance.given(answer.why, self._place, matched=False)
         return [other]
 
     @property
     def _sight(self) -> Sight:
-        return Sight(self.seen, self._base.hook, self._node)
+        return Sight(self.seen, self._around.base.hook, self._around.node)
+
+    def _held_set(self, name: str) -> HeldSet | None:
+        held_set, _, base, _ = self._around
+        return held_set(base.family, base.table, name)
 
     # Registers.
 
     def _store(self, register: bytes, value: Bytes | bytes) -> None:
-        word = _word(register, len(value))
-        for at in range(0, len(value), 4):
-            part = tuple(value[at : at + 4])
-            self._words[word + at // 4] = part if len(part) == 4 else (*part, *(0,) * (4 - len(part)))
+        self._put(_word(register, len(value)), tuple(value))
+
+    def _put(self, word: int, value: Bytes) -> None:
+        size = len(value)
+        if size == 4:  # Most values.
+            self._words[word] = value
+            return
+        for at in range(0, size, 4):
+            part = value[at : at + 4]
+            self._words[word + at // 4] = part if len(part) == 4 else part + (0,) * (4 - len(part))
 
     def _store_unknown(self, register: bytes, why: str, size: int = 16) -> None:
         self._store(register, (why,) * size)
 
     def _load(self, register: bytes, size: int) -> Bytes:
-        word = _word(register, size)
-        if size <= 4:
-            return self._words.get(word, _UNWRITTEN)[:size]
-        found: list[int | str] = []
-        for at in range(-(-size // 4)):
-            found += self._words.get(word + at, _UNWRITTEN)
-        return tuple(found[:size])
+        return self._take(_word(register, size), size)
+
+    def _take(self, word: int, size: int) -> Bytes:
+        value = self._words.get(word, _UNWRITTEN)
+        if size == 4:
+            return value
+        for at in range(word + 1, word - (-size // 4)):
+            value += self._words.get(at, _UNWRITTEN)
+        return value[:size]
 
     def _number(self, register: bytes) -> Number:
         value = self._load(register, 4)
@@ -407,27 +496,18 @@ class _Run:
 
     # Expressions that load a value.
 
-    def _payload(self, found: Attributes) -> None:
+    def _write_payload(self, found: Attributes) -> None:
         base, offset, size = (_u32(found[kind]) for kind in (2, 3, 4))
         packet = self.seen.packet
-        if 5 in found:
-            # Transport checksums cover the transport's header and the addresses.
-            is_covered = base == 2 or (base == 1 and offset + size > packet.addresses_at)
-            is_sound = packet.is_sound and (bool(_u32(found.get(8, b""))) if base == 1 else bool(
-                _u32(found.get(6, b"")))) if is_covered else packet.is_sound
-            changed = packet.store(base, offset, self._load(found[5], size))
-            self.seen = self.seen._replace(packet=changed._replace(is_sound=is_sound))
-        elif base == 0 and self.seen.is_from_node and self._base.hook == "output":
-            self.verdict = Verdict(NFT_BREAK)
-        else:
-            self._store(found[1], packet.load(base, offset, size))
+        # Transport checksums cover the transport's header and the addresses.
+        is_covered = base == 2 or (base == 1 and offset + size > packet.addresses_at)
+        is_sound = packet.is_sound and (bool(_u32(found.get(8, b""))) if base == 1 else bool(
+            _u32(found.get(6, b"")))) if is_covered else packet.is_sound
+        changed = packet.store(base, offset, self._load(found[5], size))
+        self.seen = self.seen._replace(packet=changed._replace(is_sound=is_sound))
 
-    def _meta(self, found: Attributes) -> Sequence["_Run"]:
+    def _meta(self, found: Attributes) -> Sequence["Run"]:
         key, seen, sight = _u32(found[2]), self.seen, self._sight
-        if 3 in found:
-            if key == _META_MARK:
-                self.seen = seen._replace(mark=self._number(found[3]))
-            return ()
         if key in (10, 11) and not (seen.is_from_node and sight.hook in ("output", "postrouting")):
             return self._decide(False)  # No socket has sent it.
         register, packet = found[1], seen.packet
@@ -435,30 +515,19 @@ class _Run:
         value: Bytes | bytes | None = None
         if key == 1:
             value = b"\x08\x00" if packet.family is Family.IPV4 else b"\x86\xdd"
-        elif key == _META_MARK:
-            value = _host(seen.mark)
         elif key in (4, 6):
             value = sight.arrived_by and _interface(sight.arrived_by, size)
         elif key in (5, 7):
             value = sight.leaves_by and _interface(sight.leaves_by, size)
         elif key == 15:
             value = bytes([packet.family.af])
-        elif key == 16:
-            value = bytes([packet.protocol])
         elif key == 19 and (kind := xt.packet_type(sight)) is not None:
             value = bytes([kind])
         self._store(register, (name,) * size if value is None else value)
         return ()
 
-    def _ct(self, found: Attributes) -> Sequence["_Run"]:
-        key = _u32(found[2])
-        if 4 in found:
-            self._set_ct(key, found[4])
-            return ()
-        connection, register = self.seen.connection, found[1]
-        if key == 0:
-            self._store(register, _host(self._sight.state(_CT_STATES)))
-            return ()
+    def _ct(self, found: Attributes) -> Sequence["Run"]:
+        key, connection, register = _u32(found[2]), self.seen.connection, found[1]
         if self.seen.tracking is Tracking.TEMPLATE:
             raise _NotKnown("ct template")
         if connection is None:
@@ -543,17 +612,11 @@ class _Run:
         else:
             self._store(register, _interface(output, size))
 
-    def _immediate(self, found: Attributes) -> None:
-        verdict = parse_verdict(found[2])
-        if verdict is not None:
-            self.verdict = verdict
-        else:
-            self._store(found[1], _data(found[2]))
-
-    def _numbers(self, found: Attributes, count: int, offset: int, why: str) -> Sequence["_Run"]:
+    def _numbers(self, found: Attributes, count: int, offset: int, why: str) -> Sequence["Run"]:
         """Store a number of *count*, from *offset* on, each for a share of packets."""
         register = found[1] if why == "numgen" else found[2]
-        if not 0 < count <= _MOST_NUMBERS:
+        self._drawn = max(self._drawn, 1) * max(count, 1)
+        if count == 0 or self._drawn > self._around.most_numbers:
             self._store_unknown(register, why, 4)
             return ()
         chance = self.chance if count == 1 else self.chance.times(1 / count, f"{why} {self._where}")
@@ -563,13 +626,13 @@ class _Run:
             run._store(register, _host(number + offset & 0xFFFFFFFF))
         return runs[1:]
 
-    def _numgen(self, found: Attributes) -> Sequence["_Run"]:
+    def _numgen(self, found: Attributes) -> Sequence["Run"]:
         return self._numbers(found, _u32(found[2]), _u32(found.get(4, b"")), "numgen")
 
-    def _hash(self, found: Attributes) -> Sequence["_Run"]:
+    def _hash(self, found: Attributes) -> Sequence["Run"]:
         return self._numbers(found, _u32(found[4]), _u32(found.get(6, b"")), "hash")
 
-    def _exthdr(self, found: Attributes) -> Sequence["_Run"]:
+    def _exthdr(self, found: Attributes) -> Sequence["Run"]:
         kind, is_presence = _u32(found.get(6, b"")), bool(_u32(found.get(5, b"")) & 1)
         protocol = _OPTIONS_OF.get(kind)
         if 7 in found or kind > max(_OPTIONS_OF):
@@ -584,8 +647,8 @@ class _Run:
             self._store(found[1], b"\0")
         return ()
 
-    def _route(self, found: Attributes) -> Sequence["_Run"]:
-        if self._base.hook == "prerouting" and self.seen.input != LOOPBACK:
+    def _route(self, found: Attributes) -> Sequence["Run"]:
+        if self._around.base.hook == "prerouting" and self.seen.input != LOOPBACK:
             return self._decide(False)
         self._store_unknown(found[1], "rt")
         return ()
@@ -596,12 +659,7 @@ class _Run:
         size, kind = _u32(found[3]), _u32(found.get(6, b""))
         value = self._load(found[1], size)
         result: Bytes
-        if kind == 0:
-            mask, xor = _data(found[4]), _data(found[5])
-            result = tuple([
-                one & a ^ b if isinstance(one, int) else (one if a else b)
-                for one, a, b in zip(value, mask, xor, strict=True)])
-        elif kind in (1, 2):
+        if kind in (1, 2):
             result = _shifted(value, int.from_bytes(_data(found[7]), sys.byteorder), is_left=kind == 1)
         elif kind in (3, 4, 5):
             other: Bytes = self._load(found[8], size) if 8 in found else tuple(_data(found[7]))
@@ -617,11 +675,7 @@ class _Run:
             value = tuple(byte for at in range(0, length, size) for byte in value[at : at + size][::-1])
         self._store(found[2], value)
 
-    def _cmp(self, found: Attributes) -> Sequence["_Run"]:
-        wanted = _data(found[3])
-        return self._decide(_compared(_u32(found[2]), self._load(found[1], len(wanted)), wanted))
-
-    def _range(self, found: Attributes) -> Sequence["_Run"]:
+    def _range(self, found: Attributes) -> Sequence["Run"]:
         first, last = _data(found[3]), _data(found[4])
         value = self._load(found[1], len(first))
         at_least, at_most = _compared(_GTE, value, first), _compared(_LTE, value, last)
@@ -631,14 +685,10 @@ class _Run:
             return self._decide(inside)
         return self._decide(inside is not bool(_u32(found[2])))
 
-    def _lookup(self, found: Attributes) -> Sequence["_Run"]:
-        name, inverted = text(found[1]), bool(_u32(found.get(5, b"")) & 1)
-        return self._look_up(name, found[2], found.get(3), inverted=inverted)
-
     def _look_up(
         self, name: str, register: bytes, result: bytes | None, *, inverted: bool = False,
-    ) -> Sequence["_Run"]:
-        held = self._ruleset.held_set(self._base.family, self._base.table, name)
+    ) -> Sequence["Run"]:
+        held = self._held_set(name)
         if held is None:
             raise _NotKnown(f"set {name}")
         value = self._load(register, held.key_size)
@@ -647,31 +697,36 @@ class _Run:
         if known is not None:
             one = held.find(known)
             if not held.is_filled_by_packets and (one is None or not one.expressions):  # Most lookups.
+                if not inverted:
+                    self.looked = (*self.looked, Looked(name, known, one))
                 if one is not None:
                     self._found(one, result, inverted=inverted)
                 elif not inverted:
-                    self.verdict = Verdict(NFT_BREAK)
+                    self.verdict = _BREAK
                 return ()
             candidates, may_miss = ([], True) if one is None else ([one], False)
             why = f"set {name}, which packets fill" if held.is_filled_by_packets else ""
         else:
+            self.looked = (*self.looked, Looked(name, b"", None))
             candidates, may_miss = held.candidates(value)
             why = f"{_why(value)}, looked up in set {name}"
         if why:
             may_miss = True
-        outcomes: list[_Run] = []
+        outcomes: list[Run] = []
         for element in _distinct(candidates):
             limits = _limits(element)
             run = self._copy()
             problem = why or (f"{limits[0]} in set {name}" if limits else "")
             may_miss = may_miss or bool(limits)
             if problem:
-                run.chance = run.chance.given(f"{problem} {self._where}", matched=not inverted)
+                run.chance = run.chance.given(problem, self._place, matched=not inverted)
+            if not inverted:
+                run.looked = (*run.looked, Looked(name, element.key if known is None else known, element))
             run._found(element, result, inverted=inverted)
             outcomes.append(run)
         if why and not outcomes and held.is_filled_by_packets:
             run = self._copy()
-            run.chance = run.chance.given(f"{why} {self._where}", matched=not inverted)
+            run.chance = run.chance.given(why, self._place, matched=not inverted)
             if result is not None:
                 run._store_unknown(result, why)
             run._found(None, None, inverted=inverted)
@@ -681,28 +736,28 @@ class _Run:
             if outcomes:
                 problem = why or next(
                     f"{limit} in set {name}" for each in candidates for limit in _limits(each))
-                run.chance = run.chance.given(f"{problem} {self._where}", matched=inverted)
+                run.chance = run.chance.given(problem, self._place, matched=inverted)
             if not inverted:
-                run.verdict = Verdict(NFT_BREAK)
+                run.verdict = _BREAK
             outcomes.append(run)
         first, *others = outcomes
         self._become(first)
         return others
 
-    def _become(self, other: "_Run") -> None:
-        self.seen, self.chance, self.verdict, self._words = (
-            other.seen, other.chance, other.verdict, other._words)
+    def _become(self, other: "Run") -> None:
+        self.seen, self.chance, self.verdict, self.looked, self._words = (
+            other.seen, other.chance, other.verdict, other.looked, other._words)
 
     def _found(self, element: Element | None, result: bytes | None, *, inverted: bool) -> None:
         if inverted:
-            self.verdict = Verdict(NFT_BREAK)
+            self.verdict = _BREAK
         elif element is not None and result is not None:
             if isinstance(element.data, Verdict):
                 self.verdict = element.data
             else:
                 self._store(result, element.data or b"")
 
-    def _add_to_set(self, found: Attributes) -> Sequence["_Run"]:
+    def _add_to_set(self, found: Attributes) -> Sequence["Run"]:
         inner = [found[7]] if 7 in found else [
             found[10][start:end] for _, start, end in attribute_spans(found.get(10, b""), 0, len(
                 found.get(10, b"")))]
@@ -716,16 +771,13 @@ class _Run:
 
     # Expressions that act.
 
-    def _counter(self, found: Attributes) -> None:
-        self.packets = _u32(found.get(2, b""))
-
     def _reject(self, found: Attributes) -> None:
         self.rejects, self.verdict = True, Verdict(NF_DROP)
 
     def _queue(self, found: Attributes) -> None:
         self.verdict = Verdict(NF_QUEUE)
 
-    def _synproxy(self, found: Attributes) -> Sequence["_Run"]:
+    def _synproxy(self, found: Attributes) -> Sequence["Run"]:
         packet = self.seen.packet
         if packet.protocol != net.Protocol.TCP:
             return self._decide(False)
@@ -734,18 +786,18 @@ class _Run:
         self.verdict = Verdict(STOLEN)
         return ()
 
-    def _object(self, found: Attributes) -> Sequence["_Run"]:
+    def _object(self, found: Attributes) -> Sequence["Run"]:
         if 4 not in found:
             return self._refer(_u32(found[1]))
-        held = self._ruleset.held_set(self._base.family, self._base.table, text(found[4]))
+        held = self._held_set(text(found[4]))
         others = self._look_up(text(found[4]), found[3], None)
-        more: list[_Run] = [*others]
+        more: list[Run] = [*others]
         for run in (self, *others):
             if run.verdict.code == NFT_CONTINUE and held is not None:
                 more += run._refer(held.object_type)
         return more
 
-    def _refer(self, kind: int) -> Sequence["_Run"]:
+    def _refer(self, kind: int) -> Sequence["Run"]:
         """Run a named object (NFT_OBJECT_*)."""
         if kind == _HELPER and self.seen.connection is not None:
             self.seen = self.seen._replace(connection=self.seen.connection._replace(helper="ct helper"))
@@ -760,40 +812,27 @@ class _Run:
 
     # Translations.
 
-    def _nat(self, found: Attributes) -> Sequence["_Run"]:
-        first, last = (self._address(found.get(kind)) for kind in (3, 4))
-        ports, are_known = self._port_range(found.get(5), found.get(6))
-        is_known = are_known and not (3 in found and first is None)
-        translation = Translation(
-            _u32(found[1]) == 0, first, last, ports, _u32(found.get(7, b"")), is_known)
-        return self._translate(translation)
-
-    def _masquerade(self, found: Attributes) -> Sequence["_Run"]:
+    def _masquerade(self, found: Attributes) -> Sequence["Run"]:
         ports, _ = self._port_range(found.get(2), found.get(3))
         translation = Translation(True, None, None, ports, _u32(found.get(1, b"")))
         return self._translate(xt.to_interface(self._sight, self.seen.output, translation))
 
-    def _redirect(self, found: Attributes) -> Sequence["_Run"]:
+    def _redirect(self, found: Attributes) -> Sequence["Run"]:
         ports, are_known = self._port_range(found.get(1), found.get(2))
         translation = Translation(False, None, None, ports, _u32(found.get(3, b"")))
         redirected = xt.redirected(self._sight, translation)
         return self._translate(redirected._replace(is_known=redirected.is_known and are_known))
 
-    def _address(self, register: bytes | None) -> Address | None:
-        if register is None:
-            return None
-        found = known_bytes(self._load(register, self.seen.packet.family.size))
-        return None if found is None else Address(found)
-
     def _port_range(self, first: bytes | None, last: bytes | None) -> tuple[tuple[int, int] | None, bool]:
         if first is None:
             return None, True
-        low, high = (known_bytes(self._load(each, 2)) for each in (first, last or first))
+        low = known_bytes(self._load(first, 2))
+        high = low if last in (None, first) else known_bytes(self._load(last, 2))
         if low is None or high is None:
             return None, False
         return (int.from_bytes(low, "big"), int.from_bytes(high, "big")), True
 
-    def _translate(self, translation: Translation) -> Sequence["_Run"]:
+    def _translate(self, translation: Translation) -> Sequence["Run"]:
         """Translate and accept, unless the connection is not tracked or has been translated before."""
         self.verdict = Verdict(NF_ACCEPT)
         (seen, share), *others = translated(self.seen, translation, self._place)
@@ -810,11 +849,11 @@ class _Run:
 
     # Matches and targets of iptables.
 
-    def _match(self, found: Attributes) -> Sequence["_Run"]:
+    def _match(self, found: Attributes) -> Sequence["Run"]:
         name = text(found[1])
         return self._decide(xt.match(name, _u32(found.get(2, b"")), found.get(3, b""), self._sight))
 
-    def _target(self, found: Attributes) -> Sequence["_Run"]:
+    def _target(self, found: Attributes) -> Sequence["Run"]:
         effect = xt.target(text(found[1]), _u32(found.get(2, b"")), found.get(3, b""), self._sight)
         self.seen, self.rejects = effect.seen, effect.rejects
         if effect.translation is not None:
@@ -824,9 +863,7 @@ class _Run:
 
 
 _UNWRITTEN: Final[Bytes] = ("an unwritten register",) * 4
-_MOST_NUMBERS = 4096
-"""Numbers at random, each of which is followed."""
-_META_MARK: Final = 3
+_META_MARK, _META_PROTOCOL, _CT_STATE = 3, 16, 0
 _META_NAMES: Final = {
     0: ("meta length", 4), 1: ("meta protocol", 2), 2: ("meta priority", 4), 3: ("meta mark", 4),
     4: ("meta iif", 4), 5: ("meta oif", 4), 6: ("meta iifname", 16), 7: ("meta oifname", 16),
@@ -838,7 +875,6 @@ _META_NAMES: Final = {
     31: ("meta day", 1), 32: ("meta hour", 4), 33: ("meta sdif", 4), 34: ("meta sdifname", 16),
 }  # fmt: skip
 """Names and sizes by NFT_META_*."""
-_CT_STATES: Final = xt.StateBits(1, 8, 64)
 _CT_NAMES: Final = {
     4: "ct secmark", 5: "ct expiration", 6: "ct helper", 14: "ct packets", 15: "ct bytes", 16: "ct avgpkt",
     18: "ct event", 23: "ct id",
@@ -855,25 +891,190 @@ _GTE, _LTE = 5, 3
 _WITHOUT_EFFECT: Final = frozenset({"log", "last", "dup"})
 """Expressions that neither match nor end the packet."""
 
-_STEPS: Final[dict[str, Callable[[_Run, Attributes], Sequence[_Run] | None]]] = {
-    "payload": _Run._payload, "meta": _Run._meta, "ct": _Run._ct, "fib": _Run._fib,
-    "immediate": _Run._immediate, "numgen": _Run._numgen, "hash": _Run._hash, "exthdr": _Run._exthdr,
-    "rt": _Run._route, "bitwise": _Run._bitwise, "byteorder": _Run._byteorder, "cmp": _Run._cmp,
-    "range": _Run._range, "lookup": _Run._lookup, "dynset": _Run._add_to_set, "counter": _Run._counter,
-    "reject": _Run._reject, "queue": _Run._queue, "synproxy": _Run._synproxy, "objref": _Run._object,
-    "notrack": _Run._notrack, "nat": _Run._nat, "masq": _Run._masquerade, "redir": _Run._redirect,
-    "match": _Run._match, "target": _Run._target,
+_STEPS: Final[dict[str, Callable[[Run, Attributes], Sequence[Run] | None]]] = {
+    "fib": Run._fib, "numgen": Run._numgen, "hash": Run._hash,
+    "exthdr": Run._exthdr, "rt": Run._route, "byteorder": Run._byteorder, "range": Run._range,
+    "dynset": Run._add_to_set, "reject": Run._reject, "queue": Run._queue, "synproxy": Run._synproxy,
+    "objref": Run._object, "notrack": Run._notrack, "masq": Run._masquerade,
+    "redir": Run._redirect, "match": Run._match, "target": Run._target,
     "flow_offload": lambda run, found: run._decide(False),  # Only for connections that are established.
-    **{name: partial(_Run._depend, name) for name in (*_LIMITS, "socket", "osf", "tproxy")},
+    **{name: partial(Run._depend, name) for name in (*_LIMITS, "socket", "osf", "tproxy")},
 }  # fmt: skip
+
+# The expressions of most rules are read once, for all packets.
+
+_Execute = Callable[[Run], Sequence[Run] | None]
+_Step = tuple[str, _Execute]
+"""The name of an expression, and what executes it."""
+
+
+def _prepared(expression: Expression) -> _Step:
+    name, found = expression
+    try:
+        if name in _READERS:
+            return name, _READERS[name](found)
+    except _STRANGE:
+        return name, lambda run: run._strange(name)
+    if name in _STEPS:
+        step = _STEPS[name]
+        return name, lambda run: step(run, found)
+    if name in _WITHOUT_EFFECT:
+        return name, lambda run: None
+    return name, lambda run: run._strange(name)
+
+
+def _payload(found: Attributes) -> _Execute:
+    if 5 in found:
+        return lambda run: run._write_payload(found)
+    base, offset, size = (_u32(found[kind]) for kind in (2, 3, 4))
+    word = _word(found[1], size)
+
+    def load(run: Run) -> None:
+        if base == 0 and run.seen.is_from_node and run._around.base.hook == "output":
+            run.verdict = _BREAK
+        else:
+            run._put(word, run.seen.packet.load(base, offset, size))
+
+    return load if base != 1 or offset + size > _SHORTEST else lambda run: run._put(
+        word, run.seen.packet.network[offset : offset + size])
+
+
+def _bitwise(found: Attributes) -> _Execute:
+    size, kind = _u32(found[3]), _u32(found.get(6, b""))
+    if kind != 0:
+        return lambda run: run._bitwise(found)
+    source, target, mask, xor = _word(found[1], size), _word(found[2], size), _data(found[4]), _data(found[5])
+    if not len(mask) == len(xor) == size:
+        raise ValueError(f"a mask of {len(mask)} bytes for {size}")
+    bits = list(zip(mask, xor, strict=True))
+
+    def compute(run: Run) -> None:
+        value = run._take(source, size)
+        run._put(target, tuple([
+            one & a ^ b if type(one) is int else (one if a else b)
+            for one, (a, b) in zip(value, bits, strict=True)]))
+
+    return compute
+
+
+def _cmp(found: Attributes) -> _Execute:
+    wanted, how = _data(found[3]), _u32(found[2])
+    size = len(wanted)
+    word, same = _word(found[1], size), tuple(wanted)
+
+    def compare(run: Run) -> Sequence[Run] | None:
+        value = run._take(word, size)
+        if value == same and how in _EQUALITY:  # Most comparisons.
+            if how:
+                run.verdict = _BREAK
+            return None
+        answer = _compared(how, value, wanted)
+        if answer is True:
+            return None
+        if answer is False:
+            run.verdict = _BREAK
+            return None
+        return run._decide(answer)
+
+    return compare
+
+
+def _immediate(found: Attributes) -> _Execute:
+    verdict = parse_verdict(found[2])
+    data = b"" if verdict is not None else _data(found[2])
+    word, value = _word(found[1], len(data)) if verdict is None else 0, tuple(data)
+
+    def store(run: Run) -> None:
+        if verdict is not None:
+            run.verdict = verdict
+        else:
+            run._put(word, value)
+
+    return store
+
+
+def _lookup(found: Attributes) -> _Execute:
+    name, register, result = text(found[1]), found[2], found.get(3)
+    inverted = bool(_u32(found.get(5, b"")) & 1)
+    return lambda run: run._look_up(name, register, result, inverted=inverted)
+
+
+def _meta(found: Attributes) -> _Execute:
+    key = _u32(found[2])
+    if 3 in found:
+        register = found[3]
+
+        def write(run: Run) -> None:
+            if key == _META_MARK:
+                run.seen = run.seen._replace(mark=run._number(register))
+
+        return write
+    word = _word(found[1], 4)
+    if key == _META_MARK:
+        return lambda run: run._put(word, _host(run.seen.mark))
+    if key == _META_PROTOCOL:
+        return lambda run: run._put(word, (run.seen.packet.protocol,))
+    return lambda run: run._meta(found)
+
+
+def _ct(found: Attributes) -> _Execute:
+    key = _u32(found[2])
+    if 4 in found:
+        written = found[4]
+        return lambda run: run._set_ct(key, written)
+    if key != _CT_STATE:
+        return lambda run: run._ct(found)
+    word = _word(found[1], 4)
+    return lambda run: run._put(word, _TRACKED[run.seen.tracking])
+
+
+def _nat(found: Attributes) -> _Execute:
+    is_source, flags = _u32(found[1]) == 0, _u32(found.get(7, b""))
+    first, last = found.get(3), found.get(4, found.get(3))
+
+    def translate(run: Run) -> Sequence[Run]:
+        size = run.seen.packet.family.size
+        low = None if first is None else known_bytes(run._load(first, size))
+        high = low if last == first else (None if last is None else known_bytes(run._load(last, size)))
+        ports, are_known = run._port_range(found.get(5), found.get(6))
+        return run._translate(Translation(
+            is_source, None if low is None else Address(low), None if high is None else Address(high), ports,
+            flags, are_known and (first is None or low is not None)))
+
+    return translate
+
+
+def _counter(found: Attributes) -> _Execute:
+    packets = _u32(found.get(2, b""))
+
+    def count(run: Run) -> None:
+        run.packets = packets
+
+    return count
+
+
+_READERS: Final[dict[str, Callable[[Attributes], _Execute]]] = {
+    "payload": _payload, "bitwise": _bitwise, "cmp": _cmp, "immediate": _immediate, "lookup": _lookup,
+    "counter": _counter, "meta": _meta, "ct": _ct, "nat": _nat,
+}  # fmt: skip
+_SHORTEST: Final = 20
+"""Bytes of a network's header at least."""
+_EQUALITY: Final = (0, 1)
+"""NFT_CMP_EQ and NFT_CMP_NEQ."""
 
 
 def _u32(value: bytes) -> int:
     return int.from_bytes(value, "big")
 
 
+@lru_cache(maxsize=4096)
 def _host(value: Number) -> Bytes:
     return (value,) * 4 if isinstance(value, str) else tuple(value.to_bytes(4, sys.byteorder))
+
+
+_TRACKED: Final[dict[Tracking, Bytes]] = {
+    each: _host(xt.StateBits(1, 8, 64).of(each)) for each in Tracking}
+"""The bit of a connection's state (NF_CT_STATE_*)."""
 
 
 def _interface(interface: Interface, size: int) -> Bytes:
@@ -895,9 +1096,12 @@ def _data(value: bytes) -> bytes:
 def _compared(how: int, value: Bytes, wanted: bytes) -> Answer:
     """Compare as NFT_CMP_* *how* says: equal, not equal, less, at most, more, at least."""
     if how < 2:
+        known = known_bytes(value)
+        if known is not None:
+            return (known == wanted) is (how == 0)
         if any(isinstance(one, int) and one != other for one, other in zip(value, wanted, strict=True)):
             return how == 1
-        return how == 0 if known_bytes(value) is not None else Depends(_why(value))
+        return Depends(_why(value))
     order = 0
     for one, other in zip(value, wanted, strict=True):
         if isinstance(one, str):
@@ -970,6 +1174,12 @@ def _word(register: bytes, size: int) -> int:
     return number - 8 if number >= 8 else (number - 1) * 4
 
 
+def register_words(register: bytes, size: int) -> range:
+    """Return the words that *size* bytes from a register on take."""
+    first = _word(register, size)
+    return range(first, first + -(-size // 4))
+
+
 # Parsing.
 
 
@@ -985,7 +1195,7 @@ def parse_held_set(found: Attributes, elements: Elements) -> HeldSet:
     is_interval = bool(flags & _INTERVAL)
     return HeldSet(
         _u32(found.get(5, b"")), is_interval, tuple(sizes) if is_interval else (), elements,
-        bool(flags & _EVAL), _u32(found.get(15, b"")))
+        bool(flags & _EVAL), _u32(found.get(15, b"")), types_of_number(_u32(found.get(4, b""))))
 
 
 HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting")

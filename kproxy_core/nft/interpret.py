@@ -12,7 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from kproxy_core.nft.expressions import CERTAIN, HOOKS, BaseChain, Branch, Met, Ran, Ruleset, run
+from kproxy_core.nft.expressions import (
+    CERTAIN,
+    HOOKS,
+    Around,
+    BaseChain,
+    Branch,
+    HeldSet,
+    Looked,
+    Met,
+    Prepared,
+    Ruleset,
+    Run,
+    prepare,
+    run,
+)
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -98,21 +112,76 @@ class End(NamedTuple):
 class Result(NamedTuple):
     ends: tuple[End, ...]
     """In the order of the rules. They exclude each other."""
+    looked: tuple[Looked, ...]
+    """The keys that rules have looked up, whether they apply or not."""
+    rules: frozenset[Place]
+    """Those that the packet meets, whether they apply or not."""
     unread: tuple[BaseChain, ...]
     """Chains that the packet may meet and that are not followed."""
 
 
-def interpret(ruleset: Ruleset, seen: Seen, node: Node) -> Result:
-    """Return what becomes of *seen*, the first packet of a connection. Raises OSError.
+class Limits(NamedTuple):
+    """What a packet may meet. The defaults are for the chains of any program."""
 
-    It begins where it arrives, or where the node sends it.
-    """
-    way = Way(ruleset, node)
-    way.run(Branch(seen, CERTAIN))
-    family = seen.packet.family.ip
-    return Result(way.ends, tuple(
-        each for each in ruleset.base_chains() if each.family in ("netdev", "bridge") or (
-            each.family in ("inet", family) and each.hook not in HOOKS)))
+    rules: int = 50_000
+    """Each counts as often as it is met on another way, and ends in another one."""
+    numbers: int = 4096
+    """Of those that one rule draws at random. Each is followed by itself."""
+
+
+OF_ANY_PROGRAM: Final = Limits()
+
+
+class Program:
+    """A ruleset that is prepared for many packets: each rule is read once, when a packet first meets it."""
+
+    def __init__(self, ruleset: Ruleset, limits: Limits = OF_ANY_PROGRAM) -> None:
+        self.limits = limits
+        self._ruleset = ruleset
+        self._rules: dict[tuple[str, str, str], list[Prepared]] = {}
+        self._sets: dict[tuple[str, str, str], HeldSet | None] = {}
+        self._chains: dict[tuple[str, str], list[BaseChain]] = {}
+
+    def base_chains(self) -> Sequence[BaseChain]:
+        return self._ruleset.base_chains()
+
+    def chains_at(self, hook: str, family: str) -> list[BaseChain]:
+        """Return the base chains that packets of a family meet at *hook*, in their order. Raises OSError."""
+        if (found := self._chains.get((hook, family))) is None:
+            # Of chains with the same priority, the last one made is the first one met.
+            found = sorted(
+                (chain for chain in reversed(self._ruleset.base_chains())
+                 if chain.hook == hook and chain.family in ("inet", family)),
+                key=lambda chain: chain.priority)
+            self._chains[hook, family] = found
+        return found
+
+    def prepared(self, family: str, table: str, chain: str) -> list[Prepared]:
+        """Return the rules of a chain. Raises OSError."""
+        key = family, table, chain
+        if (found := self._rules.get(key)) is None:
+            found = self._rules[key] = [
+                prepare(Place(*key, number, rule.handle), rule.expressions)
+                for number, rule in enumerate(self._ruleset.rules(*key), 1)]
+        return found
+
+    def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
+        key = family, table, name
+        if key not in self._sets:
+            self._sets[key] = self._ruleset.held_set(*key)
+        return self._sets[key]
+
+    def interpret(self, seen: Seen, node: Node) -> Result:
+        """Return what becomes of *seen*, the first packet of a connection. Raises OSError.
+
+        It begins where it arrives, or where the node sends it.
+        """
+        way = Way(self, node)
+        way.run(Branch(seen, CERTAIN))
+        family = seen.packet.family.ip
+        return Result(way.ends, tuple(way.looked), frozenset(way.rules), tuple(
+            each for each in self.base_chains() if each.family in ("netdev", "bridge") or (
+                each.family in ("inet", family) and each.hook not in HOOKS)))
 
 
 # Hooks.
@@ -123,8 +192,8 @@ _SOURCE_HOOKS: Final = ("input", "postrouting")
 """Hooks at which chains of type nat translate the source."""
 _IS_LOCAL: Final = (RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST, RTN_MULTICAST)
 
-_MOST_RULES = 50_000
-"""Rules that one packet may meet: chains may be reached on many ways."""
+_LONGEST = 10_000
+"""Rules that may apply to a packet on one way."""
 
 _Filter = Callable[[BaseChain], bool]
 _Step = Callable[[list[Branch]], list[Branch]]
@@ -138,16 +207,24 @@ class Way:
     """
 
     def __init__(
-        self, ruleset: Ruleset, node: Node, follows: _Filter = lambda chain: True,
+        self, program: Program, node: Node, follows: _Filter = lambda chain: True,
         follows_jump: Callable[[str], bool] = lambda chain: True,
     ) -> None:
-        self.ruleset = ruleset
+        self._program = program
         self.node = node
         self._ends: dict[tuple[Fate, str, Place | None, Seen], End] = {}
         self._follows = follows
         self._follows_jump = follows_jump
         self._translate: Callable[[Seen], Seen] = lambda seen: seen
         self._met = 0
+        """Rules, each as often as it has ended in another way."""
+        self._has_given_up = False
+        self.looked: dict[Looked, None] = {}
+        """The keys that rules have looked up, in their order."""
+        self.rules: set[Place] = set()
+        """The rules that packets have met."""
+        self._changes = 0
+        """Rules that have changed packets, or that end in several ways."""
 
     @property
     def ends(self) -> tuple[End, ...]:
@@ -156,7 +233,7 @@ class Way:
 
     def run(self, first: Branch) -> None:
         if not first.seen.is_from_node:
-            arrived = [first._replace(seen=first.seen._replace(output=NO_INTERFACE))]
+            arrived = [first.of(first.seen._replace(output=NO_INTERFACE))]
             self._received(self.hook("prerouting", arrived))
             return
         routed = [_leaving(branch) for branch in self._routed([first])]
@@ -166,7 +243,7 @@ class Way:
             output = branch.seen.output
             to_itself, sent = _either_way(branch) if output is None else (branch, branch)
             if output is None or output == LOOPBACK:
-                looped.append(to_itself._replace(seen=_looped(branch.seen)))
+                looped.append(to_itself.of(_looped(branch.seen)))
             if output != LOOPBACK:
                 self._end(Fate.SENT, "postrouting", None, None, sent)
         # They keep the route that they were sent by.
@@ -180,11 +257,11 @@ class Way:
             if route is None:
                 own, other = _either_way(branch)
                 local.append(own)
-                onwards.append(other._replace(seen=other.seen._replace(output=None)))
+                onwards.append(other.of(other.seen._replace(output=None)))
             elif route.type in _IS_LOCAL:
                 local.append(branch)
             elif route.type == RTN_UNICAST:
-                onwards.append(branch._replace(seen=branch.seen._replace(output=route.output)))
+                onwards.append(branch.of(branch.seen._replace(output=route.output)))
             else:
                 self._end(Fate.UNROUTABLE, "prerouting", None, None, branch)
         self._deliver(local)
@@ -202,9 +279,9 @@ class Way:
             route = _route(branch.seen, self.node)
             if route is None or route.type == RTN_UNICAST:
                 rerouted = None if route is None else route.output
-                found.append(branch._replace(seen=branch.seen._replace(rerouted=rerouted)))
+                found.append(branch.of(branch.seen._replace(rerouted=rerouted)))
             elif route.type in _IS_LOCAL:
-                found.append(branch._replace(seen=branch.seen._replace(rerouted=LOOPBACK)))
+                found.append(branch.of(branch.seen._replace(rerouted=LOOPBACK)))
             else:
                 self._end(Fate.UNROUTABLE, "output", None, None, branch)
         return found
@@ -226,11 +303,7 @@ class Way:
         if not branches:
             return []
         family = branches[0].seen.packet.family.ip
-        # Of chains with the same priority, the last one made is the first one met.
-        chains = [
-            chain for chain in reversed(self.ruleset.base_chains())
-            if chain.hook == hook and chain.family in ("inet", family)]
-        chains.sort(key=lambda chain: chain.priority)
+        chains = self._program.chains_at(hook, family)
         nat = [chain for chain in chains if chain.type == "nat"]
         steps: dict[int, _Step] = {
             SRCNAT if hook in _SOURCE_HOOKS else DSTNAT: partial(self._translated, hook, nat)}
@@ -262,7 +335,7 @@ class Way:
 
     def _base(self, chain: BaseChain, branches: list[Branch]) -> list[Branch]:
         found = self._through(chain, branches) if branches else []
-        if chain.type != "route":
+        if chain.type != "route" or not found:
             return found
         before = {(each.seen.mark, each.seen.packet) for each in branches}
         changed = [each for each in found if (each.seen.mark, each.seen.packet) not in before]
@@ -277,101 +350,121 @@ class Way:
         finished: list[Branch] = []
         current = branches
         for chain in chains:
-            finished += [each for each in current if not _may_be_translated(each.seen, bit)]
-            current = [each for each in current if _may_be_translated(each.seen, bit)]
+            current = _translatable(current, bit, finished)
             if current:
                 current = self._through(chain, current) if self._follows(chain) else self._as_served(current)
-        finished += [each for each in current if not _may_be_translated(each.seen, bit)]
-        rest = self._as_served([each for each in current if _may_be_translated(each.seen, bit)])
-        passed = [branch._replace(seen=_decided(branch.seen, bit)) for branch in (*finished, *rest)]
+        rest = self._as_served(_translatable(current, bit, finished))
+        passed = [branch.of(_decided(branch.seen, bit)) for branch in (*finished, *rest)]
         if hook != "output":
             return passed
         changed = [each for each in passed if _has_other_destination(each.seen)]
         return [*(each for each in passed if not _has_other_destination(each.seen)), *self._routed(changed)]
 
     def _as_served(self, branches: Iterable[Branch]) -> list[Branch]:
-        return [branch._replace(seen=self._translate(branch.seen)) for branch in branches]
+        return [branch.of(self._translate(branch.seen)) for branch in branches]
 
     # Chains.
 
     def _through(self, base: BaseChain, branches: list[Branch]) -> list[Branch]:
         """Return the packets that a base chain lets pass."""
         accepted: list[Branch] = []
-        rest = self._chain(base, base.name, branches, accepted)
+        before = self._changes
+        around = Around(self._program.held_set, self.node, base, self._program.limits.numbers)
+        rest = self._chain(around, base.name, branches, accepted)
         if base.drops_by_policy:
             place = Place(base.family, base.table, base.name, None, 0)
             for branch in rest:
                 self._end(Fate.DROPPED, base.hook, place, base.packets, branch)
             rest = []
-        return _joined([*accepted, *rest])
+        return self._joined_since(before, accepted, rest)
+
+    def _joined_since(self, before: int, one: list[Branch], other: list[Branch]) -> list[Branch]:
+        """Return *one* and *other*, which can have the same packets only if rules have changed some."""
+        found = [*one, *other] if one and other else one or other
+        return found if self._changes == before or len(found) < 2 else _joined(found)
 
     def _chain(
-        self, base: BaseChain, name: str, branches: Sequence[Branch], accepted: list[Branch],
+        self, around: Around, name: str, branches: list[Branch], accepted: list[Branch],
     ) -> list[Branch]:
-        """Return the packets that leave a chain at its end or by "return", and add those *accepted*."""
-        current = list(branches)
+        """Return the packets that leave a chain at its end or by "return", and add those *accepted*.
+
+        No two of *branches* are the same packet.
+        """
+        base, most = around.base, self._program.limits.rules
+        current = branches
         behind: list[Branch] = []
-        for number, rule in enumerate(self.ruleset.rules(base.family, base.table, name), 1):
+        at_first = self._changes
+        for rule in self._program.prepared(base.family, base.table, name):
             if not current:
                 break
-            place = Place(base.family, base.table, name, number, rule.handle)
+            self.rules.add(rule.place)
+            before = self._changes
             onwards: list[Branch] = []
             leads: dict[Verdict, list[Branch]] = {}
             for branch in current:
-                self._met += 1
-                if self._met > _MOST_RULES:
+                if self._met >= most or len(branch.met) >= _LONGEST:
                     return self._give_up(base, branch)
-                for verdict, ran in run(self.ruleset, self.node, base, place, rule.expressions, branch):
-                    noted = ran._replace(branch=_with_exemption(ran.branch, place))
-                    self._apply(base, place, verdict, noted, onwards, behind, accepted, leads)
+                ways = run(around, rule, branch)
+                self._met += len(ways)
+                for way in ways:
+                    if way.looked:
+                        self.looked.update(dict.fromkeys(way.looked))
+                    verdict, after = way.verdict, way.branch
+                    if len(ways) > 1 or after.seen is not branch.seen:
+                        self._changes += 1
+                    if verdict.code in _ONWARDS:
+                        onwards.append(after)
+                    elif verdict.code in _LEADS:
+                        leads.setdefault(verdict, []).append(after)
+                    elif verdict.code == NFT_RETURN:
+                        behind.append(after)
+                    else:
+                        self._decide(base, rule.place, way, accepted)
             for verdict, found in leads.items():
                 if not self._follows_jump(verdict.chain):
                     fallen = self._as_served(found) if base.type == "nat" else found
                     accepted += [each for each in fallen if _is_translated(each.seen)]
                     fallen = [each for each in fallen if not _is_translated(each.seen)]
+                    self._changes += 1
                 else:
-                    fallen = self._chain(base, verdict.chain, _joined(found), accepted)
+                    entering = self._joined_since(before, found, [])
+                    fallen = self._chain(around, verdict.chain, entering, accepted)
                 (onwards if verdict.code == NFT_JUMP else behind).extend(fallen)
-            current = _joined(onwards)
-        return _joined([*behind, *current])
+            current = self._joined_since(before, onwards, [])
+        return self._joined_since(at_first, behind, current)
 
     def _give_up(self, base: BaseChain, branch: Branch) -> list[Branch]:
         """End the way of packets that meet too many rules."""
-        if self._met == _MOST_RULES + 1:
-            much = branch.chance.given(f"more than {_MOST_RULES:,} rules", matched=True)
+        if not self._has_given_up:
+            self._has_given_up = True
+            much = branch.chance.given(f"more than {self._met:,} rules", matched=True)
             place = Place(base.family, base.table, base.name, None, 0)
             self._end(Fate.UNKNOWN, base.hook, place, None, branch._replace(chance=much))
         return []
 
-    def _apply(
-        self, base: BaseChain, place: Place, verdict: Verdict, ran: Ran, onwards: list[Branch],
-        behind: list[Branch], accepted: list[Branch], leads: dict[Verdict, list[Branch]],
-    ) -> None:
-        branch, code = ran.branch, verdict.code
-        if code in (NFT_CONTINUE, NFT_BREAK):
-            onwards.append(branch)
-        elif code in (NFT_JUMP, NFT_GOTO):
-            leads.setdefault(verdict, []).append(branch)
-        elif code == NFT_RETURN:
-            behind.append(branch)
-        elif code & 0xFF == NF_ACCEPT and code > 0:
+    def _decide(self, base: BaseChain, place: Place, way: Run, accepted: list[Branch]) -> None:
+        """End the way of a packet by a verdict, or add it to those *accepted*."""
+        branch, code = way.branch, way.verdict.code
+        if code & 0xFF == NF_ACCEPT and code > 0:
             accepted.append(branch)
         elif code & 0xFF == NF_QUEUE and code > 0:
-            answers = [branch._replace(chance=branch.chance.given(f"queue {place.text}", matched=is_kept))
+            answers = [branch._replace(chance=branch.chance.given("queue", place, matched=is_kept))
                        for is_kept in (True, False)]
-            self._end(Fate.QUEUED, base.hook, place, ran.packets, answers[0])
+            self._end(Fate.QUEUED, base.hook, place, way.packets, answers[0])
             accepted.append(answers[1])
         else:
             fate = _FATES.get(code if code < 0 else code & 0xFF, Fate.UNKNOWN)
-            fate = Fate.REJECTED if ran.rejects and fate is Fate.DROPPED else fate
-            self._end(fate, base.hook, place, ran.packets, branch)
+            fate = Fate.REJECTED if way.rejects and fate is Fate.DROPPED else fate
+            self._end(fate, base.hook, place, way.packets, branch)
 
 
+_ONWARDS: Final = (NFT_CONTINUE, NFT_BREAK)
+_LEADS: Final = (NFT_JUMP, NFT_GOTO)
 _FATES: Final = {NF_DROP: Fate.DROPPED, STOLEN: Fate.ANSWERED, UNKNOWN: Fate.UNKNOWN}
 
 
 def _route(seen: Seen, node: Node) -> Route | None:
-    destination = seen.packet.flow.destination
+    destination = seen.packet.destination
     return None if destination is None else node.route(destination, seen.mark)
 
 
@@ -386,8 +479,7 @@ def _leaving(branch: Branch) -> Branch:
     """Return a packet of the node behind hook ``output``, within which its interface stays the same."""
     if branch.seen.rerouted == NO_INTERFACE:
         return branch
-    return branch._replace(
-        seen=branch.seen._replace(output=branch.seen.rerouted, rerouted=NO_INTERFACE))
+    return branch.of(branch.seen._replace(output=branch.seen.rerouted, rerouted=NO_INTERFACE))
 
 
 def _has_other_destination(seen: Seen) -> bool:
@@ -410,7 +502,7 @@ def _tracked(branches: list[Branch]) -> list[Branch]:
         if not branch.seen.packet.is_sound:  # A wrong checksum makes it invalid, if it is looked at.
             found.append(branch._replace(chance=chance.given("the checksum", matched=False)))
             chance = chance.given("the checksum", matched=True)
-        found.append(branch._replace(seen=track(branch.seen), chance=chance))
+        found.append(Branch(track(branch.seen), chance, branch.met))
     return found
 
 
@@ -424,16 +516,13 @@ def track(seen: Seen) -> Seen:
     return seen._replace(tracking=Tracking.TRACKED, connection=connection)
 
 
-def _with_exemption(branch: Branch, place: Place) -> Branch:
-    """Note the rule by which a packet is not tracked."""
-    seen = branch.seen
-    if seen.tracking is not Tracking.UNTRACKED or seen.untracked_by is not None:
-        return branch
-    return branch._replace(seen=seen._replace(untracked_by=place))
-
-
-def _may_be_translated(seen: Seen, bit: Status) -> bool:
-    return seen.connection is not None and not seen.connection.status & bit
+def _translatable(branches: Iterable[Branch], bit: Status, finished: list[Branch]) -> list[Branch]:
+    """Return the packets of which the translation is not decided yet, and add the others to *finished*."""
+    found: list[Branch] = []
+    for branch in branches:
+        connection = branch.seen.connection
+        (finished if connection is None or connection.status & bit else found).append(branch)
+    return found
 
 
 def _is_translated(seen: Seen) -> bool:
@@ -445,13 +534,17 @@ def _decided(seen: Seen, bit: Status) -> Seen:
     connection = seen.connection
     if connection is None:
         return seen
-    flow, reply = seen.packet.flow, connection.reply
-    if bit is Status.DST_NAT_DONE and connection.status & Status.DST_NAT:
-        flow = flow._replace(destination=reply.source, port=reply.source_port)
-    if bit is Status.SRC_NAT_DONE and connection.status & Status.SRC_NAT:
-        flow = flow._replace(source=reply.destination, source_port=reply.port)
-    packet = seen.packet if flow == seen.packet.flow else seen.packet.with_flow(flow)
-    return seen._replace(packet=packet, connection=connection._replace(status=connection.status | bit))
+    packet, reply = seen.packet, connection.reply
+    if connection.status & (Status.DST_NAT if bit is Status.DST_NAT_DONE else Status.SRC_NAT):
+        flow = packet.flow
+        wanted = flow._replace(destination=reply.source, port=reply.source_port) if (
+            bit is Status.DST_NAT_DONE) else flow._replace(
+            source=reply.destination, source_port=reply.port)
+        packet = packet if wanted == flow else packet.with_flow(wanted)
+    if packet is seen.packet and connection.status & bit:
+        return seen
+    return seen.translated(
+        packet, connection.translated(reply, connection.status | bit, connection.translated_by))
 
 
 def _joined(branches: Sequence[Branch]) -> list[Branch]:
@@ -474,9 +567,16 @@ def _met_by_either(one: tuple[Met, ...], other: tuple[Met, ...]) -> tuple[Met, .
         return one
     same = next((at for at, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours), min(
         len(one), len(other)))
-    rest = [Counter(met.place for met in each[same:]) for each in (one, other)]
-    certain = [Counter(met.place for met in each[same:] if met.is_certain) for each in (one, other)]
+    rest = [_counted(each[same:]) for each in (one, other)]
+    certain = [_counted(met for met in each[same:] if met.is_certain) for each in (one, other)]
     both = certain[0] & certain[1]
+    looked: dict[tuple[Place, bool], dict[Looked, None]] = {}
+    for met in (*one[same:], *other[same:]):
+        looked.setdefault((met.place, met.misses), {}).update(dict.fromkeys(met.looked))
     return (*one[:same], *(
-        Met(place, number < both[place])
-        for place, count in (rest[0] | rest[1]).items() for number in range(count)))
+        Met(key[0], number < both[key], tuple(looked[key]))
+        for key, count in (rest[0] | rest[1]).items() for number in range(count)))
+
+
+def _counted(met: Iterable[Met]) -> Counter[tuple[Place, bool]]:
+    return Counter((each.place, each.misses) for each in met)

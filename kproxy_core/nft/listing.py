@@ -46,7 +46,7 @@ from kproxy_core.nft.messages import (
     TABLE_OWNER,
     unless_absent,
 )
-from kproxy_core.nft.objects import Flowtable, StatefulObject
+from kproxy_core.nft.objects import ANONYMOUS, Flowtable, StatefulObject
 from kproxy_core.nft.rules import Attributes, HeldRule, parse_rule
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ _CHAIN_NAME = 3
 _TABLE_ATTRIBUTES, _CHAIN_ATTRIBUTES = (2, 6), (4, 5, 7)
 _CONTAINER_ATTRIBUTES = (3, 4, 5, 6, 7, 9, 11, 13)
 _SET_FLAGS, _CHAIN_FLAGS = 3, 10
-_ANONYMOUS, _BINDING = 1, 4
-"""NFT_SET_ANONYMOUS and NFT_CHAIN_BINDING: the object is deleted with the rule that refers to it."""
+_BINDING = 4
+"""NFT_CHAIN_BINDING: the chain is deleted with the rule that refers to it."""
 _OBJECT_TYPE = 3
 _FLAGS, _USE = 2, 3
 """Attributes of a table."""
@@ -151,7 +151,7 @@ class Reader:
         found_table = attributes(data, start + NFGENMSG.size, end)
         containers = _by_name(
             2, self._listed(GETSET, family, named, _attributes), _CONTAINER_ATTRIBUTES,
-            _SET_FLAGS, _ANONYMOUS)
+            _SET_FLAGS, ANONYMOUS)
         return HeldTable(
             attributes={kind: value for kind, value in found_table.items() if kind in _TABLE_ATTRIBUTES},
             chains=_by_name(

@@ -5,7 +5,7 @@ A command has nft's text and the kernel's message. Attributes are those of linux
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, format_address
 from kproxy_core.netlink.messages import (
@@ -322,6 +322,8 @@ def chain_attributes(chain: Chain, family: Family) -> Attributes:
     }  # fmt: skip
 
 
+ANONYMOUS: Final = 1
+"""NFT_SET_ANONYMOUS: the set is deleted with the rule that refers to it."""
 _MAP, _INTERVAL, _TIMEOUT, _DYNAMIC, _CONCATENATION = 8, 4, 16, 32, 128
 _VERDICTS = 0xFFFFFF00
 
@@ -338,7 +340,7 @@ def container_attributes(container: Container) -> Attributes:
         (_MAP if container.value else 0) | (_INTERVAL if container.interval else 0)
         | (_DYNAMIC | _TIMEOUT if container.dynamic else 0)
     )  # fmt: skip
-    found = {4: u32(_number(container.key)), 5: u32(_size(container.key))}
+    found = {4: u32(_number(container.key)), 5: u32(packed_size(container.key))}
     description = b""
     if container.interval and len(container.key) > 1:
         flags |= _CONCATENATION
@@ -346,7 +348,7 @@ def container_attributes(container: Container) -> Attributes:
         description = attribute(2, b"".join(lengths))
     if container.value:
         type_ = _VERDICTS if container.value == (VERDICT,) else _number(container.value)
-        found |= {6: u32(type_), 7: u32(_size(container.value))}
+        found |= {6: u32(type_), 7: u32(packed_size(container.value))}
     if container.timeout:
         found[11] = struct.pack(">Q", container.timeout * 1000)
     if container.size:
@@ -361,7 +363,7 @@ def _number(parts: Parts) -> int:
     return number
 
 
-def _size(parts: Parts) -> int:
+def packed_size(parts: Parts) -> int:
     if len(parts) == 1:
         return type_of(parts[0]).size
     return sum(-(-type_of(part).size // 4) * 4 for part in parts)

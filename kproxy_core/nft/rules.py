@@ -145,6 +145,19 @@ ADDRESS: Final = {
     Family.IPV4: DataType("ipv4_addr", 7, 4, 2),
     Family.IPV6: DataType("ipv6_addr", 8, 16, 2),
 }
+_TYPES: Final = {
+    each.number: each for each in (INTEGER, PROTOCOL, PORT, MARK, INTERFACE, *ADDRESS.values())}
+
+
+def types_of_number(number: int) -> tuple[DataType, ...]:
+    """Return the types of the parts of keys by the number that a set has for them; () if one is not known."""
+    found = []
+    while number:
+        if (type_ := _TYPES.get(number & 63)) is None:
+            return ()
+        found.append(type_)
+        number >>= 6
+    return tuple(reversed(found))
 
 
 # Fields that a rule can read of a packet.

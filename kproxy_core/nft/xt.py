@@ -55,16 +55,21 @@ class Sight(NamedTuple):
 
     def state(self, bits: "StateBits") -> Number:
         """Return the bit of the connection's state, or why it is not known."""
-        states: dict[Tracking, Number] = {
-            Tracking.NOT_YET: bits.invalid, Tracking.TEMPLATE: "ct zone", Tracking.TRACKED: bits.new,
-            Tracking.UNTRACKED: bits.untracked}
-        return states[self.seen.tracking]
+        return bits.of(self.seen.tracking)
 
 
 class StateBits(NamedTuple):
     invalid: int
     new: int
     untracked: int
+
+    def of(self, tracking: Tracking) -> Number:
+        """Return the bit of a connection's state, or why it is not known."""
+        if tracking is Tracking.NOT_YET:
+            return self.invalid
+        if tracking is Tracking.TRACKED:
+            return self.new
+        return self.untracked if tracking is Tracking.UNTRACKED else "ct zone"
 
 
 class Unreadable(Exception):

@@ -157,7 +157,7 @@ class NftablesBackend(Backend):
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide]:
         from kproxy_nftables.explain import explain
 
-        return explain(questions, live=live)
+        return explain(questions, live=live, settings=self._settings)
 
     def frontends(self, family: Family) -> Sequence[Frontend]:
         from kproxy_nftables.explain import frontends

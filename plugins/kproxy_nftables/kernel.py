@@ -18,6 +18,7 @@ from kproxy_core.nft.elements import Found, PlainElement
 from kproxy_core.nft.listing import HeldTable
 from kproxy_core.nft.messages import Command, transaction
 from kproxy_core.nft.objects import Table
+from kproxy_core.nft.ruleset import ListedRuleset
 from kproxy_core.nft.transaction import (
     MOST_ELEMENTS,
     RulesetSocket,
@@ -161,10 +162,16 @@ class Kernel:
                 return False
         return not any(others.values()) and self.generation() == generation
 
-    def elements(self, family: Family, container: str) -> dict[bytes, Found]:
+    @contextmanager
+    def ruleset(self, *, for_many: bool) -> Iterator[ListedRuleset]:
+        """Read the rules of all programs, and elements *for_many* packets. Raises TrustLost, SyncFailed."""
+        with self._failures_named():
+            yield ListedRuleset(self._connection().socket, for_many=for_many)
+
+    def elements(self, family: Family, container: str, table: str = TABLE) -> dict[bytes, Found]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""
         with self._failures_named():
-            return self._connection().plain_elements(family, TABLE, container)
+            return self._connection().plain_elements(family, table, container)
 
     def counters(self, family: Family, container: str) -> dict[bytes, int]:
         """Return the counted packets of each element of a set; none if it does not exist."""

@@ -23,7 +23,6 @@ MEANINGS = {
     "retire": "keeps what connections need while another mode takes over",
     "render": "the rules as text, and the operations of the next sync",
     "explain": "the kernel objects that a packet meets",
-    "walk": "the way of a packet through listed rules",
     "traffic": "counts of connections",
     "metrics": "metrics of the mode's own",
 }

@@ -1,6 +1,7 @@
 """The lanes of `make test` and `make gate` leave no test out."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.test_conformance import MODES
-from tests.lanes import GATE, TEST, Lane, run, tally_of
+from tests.lanes import GATE, TEST, Lane, logged, run, tally_of
 from tests.rights import NEEDS
 from tests.rooms.modules import CHECKOUT
 from tests.rooms.pure import is_pure
@@ -54,6 +55,19 @@ def test_a_lane_that_hangs_is_ended_and_has_failed(
     program = f"import signal, time\nif {deaf}: signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)"
     hanging = Lane("hangs", (sys.executable, "-c", program), is_program=True)
     assert run([hanging], tmp_path) == Counter(failed=1)
+
+
+@pytest.mark.parametrize("status", [0, 1], ids=["passed", "failed"])
+def test_logs_are_kept_of_failures_only(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    logged([Lane("ends", (sys.executable, "-c", f"exit({status})"), is_program=True)])
+    kept = list(tmp_path.iterdir())
+    assert [bool(re.fullmatch("kproxy-lanes-[^-]+", path.name)) for path in kept] == [True] * status
+    announced = re.findall("^logs: (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert announced == [str(path) for path in kept]
+    assert all((path / "0-ends.log").exists() for path in kept)
 
 
 def test_rights_are_those_of_tests_that_exist(found: dict[str, Any]) -> None:

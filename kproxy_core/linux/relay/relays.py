@@ -506,6 +506,8 @@ _ANSWER_SECONDS = 5.0
 
 _IP_PKTINFO = 8
 _LINK_LOCAL = b"\xfe\x80"
+_PKTINFO6 = 20
+"""Size in bytes of struct in6_pktinfo."""
 
 _DATAGRAMS_UP, _DATAGRAMS_DOWN = int(Counter.DATAGRAMS_TO_ENDPOINTS), int(Counter.DATAGRAMS_TO_CLIENTS)
 
@@ -515,6 +517,7 @@ class FlowKey(NamedTuple):
 
     client: tuple[str, int]
     local: bytes
+    """As in struct in_pktinfo or in6_pktinfo; a link-local address with the index of its interface."""
 
 
 class UdpRelay:
@@ -551,21 +554,26 @@ class UdpRelay:
                 return
             except OSError:
                 continue  # An ICMP error about an earlier reply. The socket still works.
-            key = FlowKey(sender, control[0][2][self._local] if control else self._unspecified)
+            key = FlowKey(sender, self._local_address(control[0][2]) if control else self._unspecified)
             flow = self.flows.get(key) or self._new_flow(key)
             if flow is not None:
                 flow.send(data)
 
     def reply(self, data: bytes, key: FlowKey) -> None:
         """Send an endpoint's answer to its client, from the address that the client had sent to."""
-        control = []
         if self.family == socket.AF_INET:
             control = [(socket.IPPROTO_IP, _IP_PKTINFO, bytes(4) + key.local + bytes(4))]
-        elif not key.local.startswith(_LINK_LOCAL):
-            control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, key.local + bytes(4))]
+        else:
+            control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, key.local.ljust(_PKTINFO6, b"\0"))]
         with contextlib.suppress(OSError):  # Datagrams may be lost, all of them once this socket is closed.
             self._sock.sendmsg([data], control, 0, key.client)
             self.counts[_DATAGRAMS_DOWN] += 1
+
+    def _local_address(self, packet: bytes) -> bytes:
+        """Return the address in *packet*, as `FlowKey` has it."""
+        if self.family == socket.AF_INET6 and packet.startswith(_LINK_LOCAL):
+            return packet
+        return packet[self._local]
 
     def drop_flows(self, removed: Collection[Endpoint]) -> None:
         """Move each client of a *removed* endpoint to another one with its next datagram."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kproxy_conformance.network.patience import patience
@@ -88,7 +88,7 @@ def answering(*answers: list[bytes]) -> Serve:
     return serve
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.data())
 def test_a_chunked_body_arrives_whole_and_leaves_the_connection_usable(data: st.DataObject) -> None:
     body, payload = data.draw(chunked())

@@ -25,7 +25,7 @@ from kproxy_core.netlink.messages import (
 )
 from kproxy_core.netlink.sockets import NetlinkSocket
 from kproxy_core.nft.expressions import BaseChain
-from kproxy_core.nft.interpret import End, Fate, Result, interpret
+from kproxy_core.nft.interpret import End, Fate, Program, Result
 from kproxy_core.nft.messages import FAMILIES, GETRULE
 from kproxy_core.nft.packet import (
     LOOPBACK,
@@ -188,7 +188,8 @@ class Judge:
         with self.node.entered(), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             ruleset = _WithoutJudge(sock)
             node = Node(self._route, self._addresses)
-            return [interpret(ruleset, self._seen(probe), node) for probe in probes]
+            program = Program(ruleset)
+            return [program.interpret(self._seen(probe), node) for probe in probes]
 
     def _seen(self, probe: Probe) -> Seen:
         return Seen(
@@ -299,8 +300,8 @@ def compare(judge: Judge, probes: Sequence[Probe]) -> Comparison:
         refused += all(end.fate is Fate.REJECTED for end in ends)
         may_be_refused += any(end.fate is Fate.REJECTED for end in ends)
         counted = [
-            (Counter(_rule(met.place) for met in end.branch.met if met.is_certain),
-             Counter(_rule(met.place) for met in end.branch.met)) for end in ends]
+            (Counter(_rule(met.place) for met in end.branch.met if met.is_certain and not met.misses),
+             Counter(_rule(met.place) for met in end.branch.met if not met.misses)) for end in ends]
         if counted:
             smallest, largest = counted[0]
             for low, high in counted[1:]:

@@ -1,6 +1,7 @@
 """Chains as any program may have written them: each packet has an end, and sets hold what they list."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.netlink.messages import attribute, nested, text_attribute
 from kproxy_core.nft.elements import Element
 from kproxy_core.nft.expressions import BaseChain, Elements, HeldSet
-from kproxy_core.nft.interpret import interpret
+from kproxy_core.nft.interpret import OF_ANY_PROGRAM, End, Fate, Limits, Program
 from kproxy_core.nft.packet import NO_INTERFACE, Flow, Interface, Node, Packet, Seen
 from kproxy_core.nft.rules import Expression, HeldRule, Verdict
 
@@ -54,6 +55,10 @@ class Written:
         return HeldSet(4, False, (), Elements(lambda: self._elements)) if self._elements else None
 
 
+def ends(ruleset: Written, limits: Limits = OF_ANY_PROGRAM) -> Sequence[End]:
+    return Program(ruleset, limits).interpret(SEEN, Node(lambda address, mark: None)).ends
+
+
 def without_jumps(found: list[HeldRule]) -> list[HeldRule]:
     """Return the rules without any verdict: the kernel refuses loops."""
     return [rule._replace(expressions=tuple(
@@ -72,15 +77,47 @@ def test_every_ruleset_has_an_answer(
 ) -> None:
     jumps = [rule._replace(expressions=tuple(
         each for each in rule.expressions if b"c\0" not in each.attributes.get(2, b""))) for rule in base]
-    found = interpret(
-        Written({"c": jumps, "d": without_jumps(other)}, held), SEEN, Node(lambda address, mark: None)).ends
+    found = ends(Written({"c": jumps, "d": without_jumps(other)}, held))
     assert found
     assert len(found) == 1 or not any(end.is_certain for end in found)
 
 
+def jump(chain: str) -> HeldRule:
+    verdict = nested(2, attribute(1, (-3).to_bytes(4, "big", signed=True)), text_attribute(2, chain))
+    return HeldRule(1, (Expression("immediate", {1: bytes(4), 2: verdict}),), b"")
+
+
+@pytest.mark.parametrize(("most", "fate"), [(30, Fate.DROPPED), (29, Fate.UNKNOWN)])
+def test_a_packet_meets_so_many_rules_and_no_more(most: int, fate: Fate) -> None:
+    """Each of four chains leads twice to the next one: 2 + 4 + 8 + 16 rules."""
+    chains = {"c": [jump("d")] * 2, "d": [jump("e")] * 2, "e": [jump("f")] * 2, "f": [jump("none")] * 2}
+    found = ends(Written(chains, ()), Limits(rules=most))
+    assert {end.fate for end in found} == {Fate.DELIVERED, fate}
+
+
+def test_rules_of_any_program_meet_an_end() -> None:
+    names = ["c", *(f"c{number}" for number in range(40))]
+    chains = {one: [jump(other)] * 2 for one, other in pairwise(names)}
+    (unknown,) = (end for end in ends(Written(chains, ())) if end.fate is Fate.UNKNOWN)
+    assert unknown.doubts[0] == "more than 10,000 rules"
+
+
+def draw(register: int) -> Expression:
+    return Expression("numgen", {1: register.to_bytes(4, "big"), 2: (4096).to_bytes(4, "big")})
+
+
+@pytest.mark.parametrize("chain", [
+    [HeldRule(1, (draw(8), draw(9)), b"")],
+    [HeldRule(1, (draw(8), Expression("meta", {2: bytes([0, 0, 0, 3]), 3: bytes([0, 0, 0, 8])})), b"")] * 3,
+], ids=["in one rule", "in several"])
+def test_numbers_are_not_drawn_without_end(chain: list[HeldRule]) -> None:
+    """All of them would be millions."""
+    assert len(ends(Written({"c": chain}, ()))) < 20_000
+
+
 @given(st.lists(st.integers(0, 60), max_size=8, unique=True), st.integers(0, 63))
-def test_an_interval_holds_its_values(ends: list[int], value: int) -> None:
-    edges = sorted(ends)
+def test_an_interval_holds_its_values(unordered: list[int], value: int) -> None:
+    edges = sorted(unordered)
     held = HeldSet(1, True, (), Elements(lambda: [
         Element(bytes([edge]), is_end=bool(at % 2)) for at, edge in enumerate(edges)]))
     inside = any(first <= value and (value < behind) for first, behind in zip(

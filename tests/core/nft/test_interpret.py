@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.nft.expressions import CERTAIN, BaseChain, Chance, HeldSet
-from kproxy_core.nft.interpret import Fate, interpret
+from kproxy_core.nft.interpret import Fate, Program
 from kproxy_core.nft.packet import NO_INTERFACE, RTN_UNICAST, Flow, Interface, Node, Packet, Route, Seen
 from kproxy_core.nft.rules import DROP, Expression, HeldRule
 from tests.core.nft.packet_judge import Judge, Probe, compare, judging
@@ -93,6 +93,10 @@ CASES = {
     "a share": Case(
         chain("forward", 0, "numgen random mod 4 vmap { 0 : drop, 1 : drop }"),
         [(Fate.DROPPED, ("numgen in rule 1 of chain c",)), (Fate.SENT, ("numgen in rule 1 of chain c",))]),
+    "a random number of too many": Case(
+        chain("forward", 0, "numgen random mod 4097 vmap { 0 : drop }"),
+        [(fate, ("numgen, looked up in set __map0 in rule 1 of chain c",))
+         for fate in (Fate.DROPPED, Fate.SENT)]),
     "a random number that decides nothing": Case(
         chain("forward", 0, "numgen random mod 2 vmap { 0 : drop, 1 : drop }"), [DROPPED]),
     "a set that packets fill": Case(
@@ -169,7 +173,7 @@ def test_what_an_unknown_expression_does_is_never_certain() -> None:
     seen = Seen(Packet.of(Family.IPV4, Protocol.TCP, flow), Interface("c0", 2), NO_INTERFACE, False)
     node = Node(lambda address, mark: Route(RTN_UNICAST, Interface("s0", 3)))
     newer = Expression("of a newer kernel", {})
-    found = interpret(Written([newer, *DROP.expressions]), seen, node).ends
+    found = Program(Written([newer, *DROP.expressions])).interpret(seen, node).ends
     assert {end.fate for end in found} == {Fate.DROPPED, Fate.SENT, Fate.UNKNOWN}
     assert all(end.doubts == ("of a newer kernel in rule 1 of chain c",) for end in found)
     assert not any(end.is_certain for end in found)

@@ -8,7 +8,7 @@ import pytest
 from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.netlink.sockets import NetlinkSocket
-from kproxy_core.nft.interpret import Fate, interpret
+from kproxy_core.nft.interpret import Fate, Program
 from kproxy_core.nft.messages import GETSETELEM
 from kproxy_core.nft.packet import NO_INTERFACE, RTN_UNICAST, Flow, Interface, Node, Packet, Route, Seen
 from kproxy_core.nft.ruleset import ListedRuleset
@@ -66,8 +66,8 @@ def test_elements_are_read_one_by_one_where_a_key_finds_one(name: str) -> None:
 
     def fates() -> set[Fate]:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            ends = interpret(
-                ListedRuleset(sock), seen, Node(lambda to, mark: Route(RTN_UNICAST, Interface("s0", 3)))).ends
+            node = Node(lambda to, mark: Route(RTN_UNICAST, Interface("s0", 3)))
+            ends = Program(ListedRuleset(sock)).interpret(seen, node).ends
             assert all(end.is_certain for end in ends)
             return {end.fate for end in ends}
 

@@ -52,7 +52,7 @@ def play(
 
 
 @pytest.mark.parametrize(("interface", "family"), list(zip(INTERFACES, Family, strict=True)))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, many=st.sampled_from((0, 1, 100)))
 def test_any_sequence_of_changes_ends_in_the_rules_of_a_restart(
     netns: None, interface: str, family: Family, steps: list[list[Scene | int]], many: int

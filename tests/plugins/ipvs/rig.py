@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -26,6 +25,7 @@ from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.kernel.servers import VirtualServers
 from kproxy_ipvs.wanted import ServerKey
+from tests.listeners import accepting, in_a_thread
 
 Plans = dict[ServicePortKey, ServicePlan]
 
@@ -116,28 +116,17 @@ def change(backend: IpvsBackend, wanted: Plans) -> int:
 def pods(node: Namespace) -> Iterator[tuple[str, str]]:
     """Yield two addresses of this machine with echo servers on port 8080."""
     addresses = ("192.0.2.71", "192.0.2.72")
-    listeners = []
-    for address in addresses:
-        node.add_address(f"{address}/32", "lo")
-        listener = socket.create_server((address, 8080))
-        listeners.append(listener)
-        threading.Thread(target=echo, args=[listener], daemon=True).start()
-    yield addresses
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)  # Wakes who waits in accept.
-        listener.close()
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            node.add_address(f"{address}/32", "lo")
+            stack.enter_context(accepting(socket.create_server((address, 8080)), in_a_thread(echo)))
+        yield addresses
 
 
-def echo(listener: socket.socket) -> None:
-    def serve(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            while data := connection.recv(100):
-                connection.sendall(data)
-
-    with contextlib.suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=serve, args=[connection], daemon=True).start()
+def echo(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        while data := connection.recv(100):
+            connection.sendall(data)
 
 
 def answers(connection: socket.socket) -> bool:

@@ -271,7 +271,7 @@ def test_incremental_changes_reach_the_kernel(backend: NftablesBackend) -> None:
     assert "ranges-" not in listing
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=list(HealthCheck))
 @given(first=some_plans(), second=some_plans(), third=some_plans())
 def test_any_path_ends_in_the_kernel_of_a_full_sync(
     nf_tables: None, first: Plans, second: Plans, third: Plans
