@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -46,6 +47,23 @@ def record(directory: str) -> None:
     Path(directory, "kproxy_core", "VERSION").write_text(text, encoding="ascii")
 
 
+def compiled_programs() -> tuple[str, bytes]:
+    """Return the name and content of the file with the compiled BPF programs. Raises OSError.
+
+    The first Python that finds bcc compiles them: the one that builds, or the distribution's.
+    """
+    bpf = runpy.run_path(str(HERE / "bpf/kproxy_bpf/__init__.py"))
+    names = runpy.run_path(str(HERE / "plugins/kproxy_ebpf/names.py"))
+    programs, maps = tuple(names["KINDS"]), names["MAPS"]
+    said = "there is no Python with bcc"
+    for python in (sys.executable, "/usr/bin/python3"):
+        done = subprocess.run([python, *bpf["arguments"](programs, maps)], capture_output=True, check=False)
+        if done.returncode == 0:
+            return bpf["file_name"](programs, maps), done.stdout
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise OSError(said)
+
+
 def reset_modes(directory: str) -> None:
     """Remove what umask and checkout made of the modes of the files in *directory*."""
     for path in Path(directory).rglob("*"):
@@ -62,7 +80,7 @@ def reset(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Build(build_py):
-    """Packs what exists now, with the version and the commit."""
+    """Packs what exists now, with the version, the commit and compiled BPF programs."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -70,7 +88,17 @@ class Build(build_py):
         super().run()
         if not self.editable_mode:
             record(self.build_lib)
+            self.compile_programs()
             reset_modes(self.build_lib)
+
+    def compile_programs(self) -> None:
+        """Add the BPF programs, compiled. Where that fails, a machine in mode ebpf compiles them itself."""
+        try:
+            name, content = compiled_programs()
+        except OSError as error:
+            self.warn(f"no BPF programs are packed, because they cannot be compiled here: {error}")
+        else:
+            Path(self.build_lib, "kproxy_bpf", name).write_bytes(content)
 
 
 class SourceDistribution(sdist):

@@ -8,6 +8,7 @@ changes no branch and no tag: its last lines say how to publish. docs/developmen
 import argparse
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,11 @@ def objections(root: Path, asked: Asked, since: str, builder: str) -> Iterator[O
     elif earlier and asked.since != NOTHING:
         yield Objection(f"{earlier[0]} has no tag to compare with",
                         f"SINCE=REV names its commit, SINCE={NOTHING} compares nothing")
+    try:
+        runpy.run_path(str(root / "setup.py"))["compiled_programs"]()
+    except OSError as error:
+        yield Objection(f"the BPF programs cannot be compiled: {error}",
+                        "run as root, because bcc makes maps in the kernel; apt-get install python3-bpfcc")
     yield from of_key(root, asked.key)
     if not builder and asked.images != NOTHING:
         yield Objection(f"{asked.images or PODMAN} is missing, which builds the images",

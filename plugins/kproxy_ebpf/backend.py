@@ -39,7 +39,7 @@ from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel.maps import Kernel, leave_to_rules, pinned_maps
-from kproxy_ebpf.kernel.programs import Compilation, StillCompiling
+from kproxy_ebpf.kernel.programs import Compilation, ProgramRefused, StillCompiling
 from kproxy_ebpf.kernel.sockets import reset_connections
 from kproxy_ebpf.render import preview, render_text
 from kproxy_ebpf.settings import read_settings
@@ -49,12 +49,12 @@ from kproxy_ebpf.watch import Look, Watcher
 log = logging.getLogger("kproxy.ebpf")
 
 _PATIENCE = 20.0
-"""Seconds for which the first sync waits for the compiler. It takes half a second on a node, 17 on a kernel
-that is emulated."""
+"""Seconds for which the first sync waits for the compiler, if it is needed. It takes half a second on a node,
+17 on a kernel that is emulated."""
 _POLL = 0.05
 """Seconds for which later syncs wait."""
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 300.0
-"""Seconds between two attempts to set the programs up. One that compiles takes 120 MiB and half a second."""
+"""Seconds between two attempts to set the programs up. One that compiles takes 126 MiB and half a second."""
 
 
 class EbpfBackend(LayeredBackend):
@@ -208,7 +208,8 @@ class EbpfBackend(LayeredBackend):
     def _start(self, update: Update) -> int:
         """Load the programs, fill the maps and attach; nothing that was opened is kept after a failure.
 
-        Raises HostError, SyncFailed or OSError.
+        Programs of the wheel that the kernel refuses are compiled here. Raises HostError, SyncFailed and
+        OSError.
         """
         patience, self._patience = self._patience, _POLL
         if self._compilation is None:
@@ -225,6 +226,12 @@ class EbpfBackend(LayeredBackend):
         families = {family: FamilyState(family, kernel) for family in self._families_served}
         try:
             kernel.open(compiled)
+        except ProgramRefused as refusal:
+            if not self._compilation.are_shipped:
+                raise
+            self._compile_here(refusal)
+            return self._start(update)
+        try:
             state = families[update.family]
             operations = state.write(update, state.withdraw(update))
             kernel.attach()  # A family that has no elements yet is served by the rules.
@@ -233,6 +240,15 @@ class EbpfBackend(LayeredBackend):
             raise
         self._kernel, self._families = kernel, families
         return operations
+
+    def _compile_here(self, refusal: ProgramRefused) -> None:
+        """Start the compiler in place of the programs that were built with kproxy. Raises HostError."""
+        log.warning("compiling the BPF programs on this machine", extra={"fields": {"error": str(refusal)}})
+        try:
+            self._compilation = Compilation(shipped=None)
+        except HostError as error:
+            raise HostError(f"{refusal}; {error}") from error
+        self._patience = _PATIENCE
 
     def _left_to_rules(self, trouble: str) -> None:
         self._is_detached = False

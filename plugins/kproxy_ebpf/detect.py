@@ -96,8 +96,8 @@ def _compiler() -> Requirement:
     what = "compiled BPF programs"
     try:
         compilation = Compilation(start=False)
-        if compilation.is_cached:
-            return Requirement(what, True, "cached")
+        if compilation.is_done:
+            return Requirement(what, True, "built with kproxy" if compilation.are_shipped else "cached")
         if compiler() is not None:
             return Requirement(what, True, "bcc compiles them")
     except (HostError, OSError) as error:

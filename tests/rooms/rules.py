@@ -53,14 +53,14 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 """Packages from outside that each room imports; docs/design/dependencies.md has the cost of each."""
 
 THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
-    "kproxy_ebpf": frozenset({"bcc", "msgspec"}),
+    "kproxy_ebpf": frozenset({"msgspec"}),
     "kproxy_ipvs": frozenset({"msgspec", "pyroute2"}),
     "kproxy_nftables": frozenset({"msgspec"}),
     "kproxy_userspace": frozenset({"msgspec"}),
 }
 """Packages from outside that each plugin imports."""
 
-FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
+FROM_THE_DISTRIBUTION = frozenset({"nftables"})
 """Packages that pip cannot install."""
 
 IMPORTED_AS = {

@@ -20,7 +20,7 @@ from kproxy_ebpf import batch, names
 from kproxy_ebpf.applied import Contents, Difference
 from kproxy_ebpf.batch import client_key, endpoint_key, parse_pin
 from kproxy_ebpf.kernel import bpf, mounts
-from kproxy_ebpf.kernel.programs import Compiled
+from kproxy_ebpf.kernel.programs import Compiled, ProgramRefused
 from kproxy_ebpf.kernel.sockets import destroy_connected_sockets
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import frontends_left_by_pods, only_node_clients
@@ -129,7 +129,7 @@ class Kernel:
     def open(self, compiled: Compiled) -> None:
         """Find or create the maps, and load the programs. Attaches nothing.
 
-        Raises SyncFailed.
+        Raises ProgramRefused, SyncFailed.
         """
         with self._lock:
             try:
@@ -143,6 +143,9 @@ class Kernel:
                 self._programs = self._load(self._maps)
                 if not is_choosing(self._links_directory):
                     self._forget_frontends()
+            except ProgramRefused:
+                self.abandon()
+                raise
             except (OSError, HostError, SyncFailed) as error:
                 self.abandon()
                 raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error

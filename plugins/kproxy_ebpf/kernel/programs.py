@@ -1,8 +1,9 @@
-"""The compiled programs: from the cache, or from a process that runs bcc.
+"""The compiled programs: built with the wheel, else from the cache, else from a process that runs bcc.
 
-A start with cached programs needs neither bcc nor a compiler.
+Only this process needs bcc and a compiler.
 """
 
+import errno
 import hashlib
 import math
 import os
@@ -11,21 +12,28 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+import kproxy_bpf
 from kproxy_core.contract import HostError
 from kproxy_core.linux import packages, programs
+from kproxy_ebpf import names
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
-from kproxy_ebpf.names import KINDS, MAPS, OBJECT_PREFIX
 
 CACHE = "/run/kproxy"
-_SCRIPT = str(Path(__file__).with_name("compile.py"))
 _TIMEOUT = 60.0
 """Timeout in seconds for one compilation, which takes 0.5 s on a node and 17 s on an emulated kernel."""
+
+
+_REFUSALS = (errno.EACCES, errno.EINVAL, errno.E2BIG, errno.EOPNOTSUPP, 524)
+"""Errors of the verifier; 524 is the kernel's own ENOTSUPP (linux/errno.h)."""
+
+
+class ProgramRefused(OSError):
+    """The kernel's verifier refuses a program, or the kernel does not know what it uses."""
 
 
 class StillCompiling(HostError):
@@ -51,48 +59,58 @@ class Compiled(NamedTuple):
         return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
 
     def load(self, name: str, maps: dict[str, int]) -> int:
-        """Load one program with *maps* by name, and return its descriptor. Raises OSError."""
+        """Load one program with *maps* by name, and return its descriptor. Raises ProgramRefused, OSError."""
         program = self.programs[name]
         code = bytearray(program.code)
         for at, wanted in program.references:
             struct.pack_into("=i", code, at + 4, maps[wanted])
-        return load_program(*KINDS[name], OBJECT_PREFIX + name, bytes(code))
+        try:
+            return load_program(*names.KINDS[name], names.OBJECT_PREFIX + name, bytes(code))
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            raise ProgramRefused(error.errno, f"the kernel refuses {name}: {error.strerror}") from error
 
 
 class Compilation:
-    """The programs being compiled, or found in the cache at once."""
+    """The programs being compiled, or found at once."""
 
     def __init__(
-        self, cache: str = CACHE, *, start: bool = True, script: str = _SCRIPT, timeout: float = _TIMEOUT
+        self, cache: str = CACHE, *, start: bool = True, script: Path = kproxy_bpf.COMPILER,
+        timeout: float = _TIMEOUT, shipped: Path | None = kproxy_bpf.DIRECTORY,
     ) -> None:
-        """Start the compiler, *script*, unless *cache* has the result, or only look.
+        """Start the compiler, *script*, unless *shipped* or *cache* has the result, or only look.
 
-        It is ended after *timeout* seconds. Raises HostError if it cannot be started, or bcc is missing.
+        *shipped*: the directory with the programs that were built with the wheel; None: the kernel refuses
+        them. The compiler is ended after *timeout* seconds. Raises HostError if it cannot be started, or bcc
+        is missing.
         """
         self._timeout = timeout
-        source = files("kproxy_bpf")
-        text = (source / "services.c").read_bytes()
-        key = hashlib.sha256(text + Path(script).read_bytes()).hexdigest()[:32]
-        self._cached = Path(cache) / f"ebpf-{key}.json"
+        maps, programs = names.MAPS, tuple(names.KINDS)
+        name = kproxy_bpf.file_name(programs, maps, script)
+        self._cached = Path(cache) / name
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = math.inf
         """Time at which the compiler is killed (monotonic seconds), counted from the first `result`."""
-        self._compiled = self._read()
+        self._compiled = _read(shipped / name) if shipped is not None else None
+        self.are_shipped = self._compiled is not None
+        """The programs are those of the wheel."""
+        if self._compiled is None:
+            self._compiled = self._read_cache()
         if start and self._compiled is None:
             if (python := compiler()) is None:
                 raise HostError(f"the BPF programs cannot be compiled: bcc is not installed; {bcc_remedy()}")
             try:
                 self._process = subprocess.Popen(
-                    [python, "-I", "-B", script, str(source / "services.c"), str(source),
-                     ",".join(KINDS), ",".join(MAPS)],
+                    [python, *kproxy_bpf.arguments(programs, maps, script)],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
             except OSError as error:
                 raise HostError(f"the BPF compiler could not be started: {error}") from error
 
     @property
-    def is_cached(self) -> bool:
-        """The cache has the result: no compiler is needed."""
+    def is_done(self) -> bool:
+        """Whether no compiler is needed."""
         return self._compiled is not None
 
     def result(self, patience: float = math.inf) -> Compiled:
@@ -133,13 +151,11 @@ class Compilation:
             self._process.communicate()
             self._process = None
 
-    def _read(self) -> Compiled | None:
-        try:
-            if self._cached.stat().st_uid != os.geteuid():
-                return None
-            return msgspec.json.decode(self._cached.read_bytes(), type=Compiled)
-        except (OSError, ValueError, msgspec.MsgspecError):
-            return None
+    def _read_cache(self) -> Compiled | None:
+        with suppress(OSError):
+            if self._cached.stat().st_uid == os.geteuid():
+                return _read(self._cached)
+        return None
 
     def _write(self, out: bytes) -> None:
         self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,6 +164,14 @@ class Compilation:
         with os.fdopen(descriptor, "wb") as file:
             file.write(out)
         scratch.rename(self._cached)
+
+
+def _read(path: Path) -> Compiled | None:
+    """Return the programs in a file that the compiler wrote; None: it is missing or damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Compiled)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
 
 
 def compiler() -> str | None:

@@ -8,9 +8,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+import kproxy_bpf
 from kproxy_conformance.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_core.contract import Backend, BackendSettings, Scope, SyncFailed, SyncReport, TrustLost, Update
 from kproxy_core.model.address import Family
@@ -18,8 +20,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.backend import EbpfBackend
 from kproxy_ebpf.batch import frontend_family
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.kernel import compile as compiler
-from kproxy_ebpf.kernel.programs import Compilation, Compiled
+from kproxy_ebpf.kernel.programs import Compilation, Compiled, Program
 from kproxy_ebpf.settings import Settings
 from tests.plugins.ebpf.node import until
 
@@ -223,9 +224,9 @@ def test_programs_are_detached_while_the_compiler_runs(
     script, may_end = tmp_path / "compile.py", tmp_path / "may-end"
     script.write_text(
         f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
-        + Path(compiler.__file__).read_text()
+        + kproxy_bpf.COMPILER.read_text()
     )
-    monkeypatch.setattr("kproxy_ebpf.backend.Compilation", partial(Compilation, script=str(script)))
+    monkeypatch.setattr("kproxy_ebpf.backend.Compilation", partial(Compilation, script=script))
     monkeypatch.setattr("kproxy_ebpf.backend._PATIENCE", 0.01)
     with begun(settings) as after:
         for _ in range(2):
@@ -234,3 +235,70 @@ def test_programs_are_detached_while_the_compiler_runs(
         may_end.touch()
         until(lambda: not after.sync(V4).degraded)
         assert is_choosing(settings)
+
+
+Ship = Callable[[Compiled], None]
+
+
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ship:
+    """Have the wheel contain the given programs, and the cache none."""
+    def ship_programs(programs: Compiled) -> None:
+        directory = tmp_path / "shipped"
+        directory.mkdir()
+        name = kproxy_bpf.file_name(tuple(names.KINDS), names.MAPS)
+        (directory / name).write_bytes(msgspec.json.encode(programs))
+        found = partial(Compilation, str(tmp_path / "cache"))
+
+        def compilation(*, shipped: Path | None = directory) -> Compilation:
+            return found(shipped=shipped)
+
+        monkeypatch.setattr("kproxy_ebpf.backend.Compilation", compilation)
+        monkeypatch.setattr("kproxy_ebpf.detect.Compilation", partial(found, shipped=directory))
+
+    return ship_programs
+
+
+def refused(compiled: Compiled) -> Compiled:
+    """Return *compiled* with a program that no kernel accepts."""
+    return compiled._replace(programs={**compiled.programs, "connect6": Program(bytes(8), ())})
+
+
+def without_bcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_core.linux.packages.interpreters", lambda binding: [])
+
+
+def test_programs_that_were_built_with_kproxy_need_no_compiler(
+    settings: Settings, compiled: Compiled, ship: Ship, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(compiled)
+    without_bcc(monkeypatch)
+    with begun(settings) as backend:
+        assert not backend.sync(V4).degraded
+        assert is_attached(backend)
+
+
+def test_a_kernel_that_refuses_the_built_programs_gets_compiled_ones(
+    settings: Settings, compiled: Compiled, ship: Ship, caplog: pytest.LogCaptureFixture
+) -> None:
+    ship(refused(compiled))
+    for start in ("first", "restart"):
+        with begun(settings) as backend:
+            assert not backend.sync(V4).degraded, start
+            assert is_attached(backend)
+    assert caplog.messages.count("compiling the BPF programs on this machine") == 2
+
+
+def test_a_kernel_that_refuses_the_built_programs_is_named_where_nothing_compiles(
+    settings: Settings, compiled: Compiled, ship: Ship, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(refused(compiled))
+    monkeypatch.setattr("kproxy_ebpf.backend._FIRST_DELAY", 0.0)
+    with begun(settings) as backend:
+        with monkeypatch.context() as now:
+            without_bcc(now)
+            for _ in range(2):
+                said = backend.sync(V4).degraded
+                assert "the kernel refuses connect6" in said
+                assert "python3-bpfcc" in said
+        assert not backend.sync(V4).degraded, "bcc was installed meanwhile"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_ebpf.kernel import compile as compiler
+from kproxy_bpf import COMPILER
 from kproxy_ebpf.names import ON_THE_WAY_OUT
 from tests.core.processes import Proxy
 from tests.plugins.ebpf.node import REMOTE, Node, node, until
@@ -46,13 +46,13 @@ class Compiler:
         self._script = directory / "compile.py"
         self._works = directory / "works"
         real = directory / "real.py"
-        real.write_text(Path(compiler.__file__).read_text())
+        real.write_text(COMPILER.read_text())
         self._script.write_text(_COMPILER.format(works=str(self._works), failure=failure, real=str(real)))
 
     @property
     def under(self) -> list[str]:
         """The command to start a process with it, and without cached programs."""
-        return ["unshare", "--mount", "sh", "-ec", _PRIVATE, "sh", str(self._script), str(compiler.__file__)]
+        return ["unshare", "--mount", "sh", "-ec", _PRIVATE, "sh", str(self._script), str(COMPILER)]
 
     def mend(self) -> None:
         self._works.touch()

@@ -1,8 +1,9 @@
 """Compile the BPF programs with bcc. A script for a short-lived process: bcc and LLVM take 120 MiB.
 
 Usage: ``python compile.py SOURCE HEADERS PROGRAMS MAPS``, the last two as names with commas between. Writes
-`programs.Compiled` to standard output, as JSON. Imports nothing of kproxy, so that any interpreter that finds
-bcc can run it.
+`kproxy_ebpf.kernel.programs.Compiled` to standard output, as JSON. Imports nothing of kproxy, so that any
+interpreter that finds bcc can run it: setup.py has it run for a wheel, and the ebpf mode where the wheel has
+no programs or the kernel refuses them. bcc makes the maps, too, which needs CAP_BPF and CAP_NET_ADMIN.
 """
 
 import base64
