@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have no collection of garbage go through all modules and tests again: that takes a quarter of the time."""
+    """Have no collection of garbage go through all modules and tests again: a quarter of the time."""
     gc.collect()
     gc.freeze()
 
