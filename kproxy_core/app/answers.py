@@ -42,7 +42,7 @@ from kproxy_core.linux import process, routes, sysctl
 from kproxy_core.linux.addresses import interface_towards, read_interface_addresses
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import rule_text
-from kproxy_core.linux.links import Link, read_links
+from kproxy_core.linux.links import read_links
 from kproxy_core.linux.modules import Modules, Presence
 from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.service import EndpointSlice, Service, ServiceName, ServicePortKey
@@ -177,6 +177,7 @@ def explain_cases(
                 one["outcome"], one["because"] = found_here.outcome, found_here.because
             one["ways"] = [way._asdict() for way in found_here.ways]
             one["remedy"] = found_here.remedy
+            one["caveats"] += filter(None, [found_here.caveat])
             one["kernel"]["filters"] = list(found_here.places)
     return answers
 
@@ -202,7 +203,7 @@ class _ThisKernel:
         self._ruleset = ruleset
         self._routes = found
         self._texts: dict[Place, str] = {}
-        self._links: dict[int, Link] | None = None
+        self._links = {link.number: link for link in read_links()}
         self._addresses: dict[int, list[Address]] = {}
         for each in read_interface_addresses():
             self._addresses.setdefault(each.interface, []).append(each.address)
@@ -222,9 +223,10 @@ class _ThisKernel:
     def addresses(self, interface: Interface) -> Sequence[Address]:
         return self._addresses.get(interface.number, ())
 
+    def ports(self, interface: Interface) -> frozenset[str]:
+        return frozenset(link.name for link in self._links.values() if link.master == interface.number)
+
     def filters_bridge(self, interface: Interface, family: Family) -> bool:
-        if self._links is None:
-            self._links = {link.number: link for link in read_links()}
         link = self._links.get(interface.number)
         if link is None or link.kind != "bridge":
             return False
@@ -234,8 +236,11 @@ class _ThisKernel:
             return False  # Without br_netfilter.
         return for_all or link.calls[family is Family.IPV6]
 
+    def chain_names(self, family: str, table: str) -> frozenset[str]:
+        return self._ruleset.chain_names(family, table)
+
     def writer(self, place: Place) -> Writer | None:
-        return program_of(place, self._ruleset.chain_names)
+        return program_of(place, self.chain_names)
 
     def rule_text(self, place: Place) -> str:
         if place not in self._texts:

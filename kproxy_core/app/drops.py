@@ -95,8 +95,8 @@ def drops(
     program = Program(ruleset)
     for hook, packet in way:
         is_dialled = packet.dialled_port is not None if with_nat is None else with_nat
-        follows = _is_of_others if is_dialled else _is_filter_of_others
-        walk = Way(program, _node_of(packet), follows, _is_not_service_chain)
+        follows = is_of_others if is_dialled else _is_filter_of_others
+        walk = Way(program, _node_of(packet), follows, is_not_service_chain)
         branches = [_at(branch, hook, packet) for branch in branches] or [
             Branch(_first(packet, hook), CERTAIN)]
         diverted: list[Branch] = []
@@ -203,10 +203,10 @@ def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
 
 
 def _is_filter_of_others(chain: BaseChain) -> bool:
-    return chain.type != "nat" and _is_of_others(chain)
+    return chain.type != "nat" and is_of_others(chain)
 
 
-def _is_of_others(chain: BaseChain) -> bool:
+def is_of_others(chain: BaseChain) -> bool:
     """Return whether a chain is in no table of kproxy's or kube-proxy's, which ``kproxy explain`` reads."""
     return chain.table not in ("kproxy", "kube-proxy") and not chain.table.startswith("kproxy-")
 
@@ -218,7 +218,7 @@ _SERVICE_CHAIN: Final = re.compile(
 KUBE-FORWARD is not among them: it accepts packets before others drop them."""
 
 
-def _is_not_service_chain(name: str) -> bool:
+def is_not_service_chain(name: str) -> bool:
     return _SERVICE_CHAIN.fullmatch(name) is None
 
 

@@ -6,16 +6,18 @@ them. Where it translates elsewhere than in rules of nf_tables, the packet is fo
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
+from kproxy_core.app.drops import is_not_service_chain, is_of_others
 from kproxy_core.app.explain import Case, decide_case
 from kproxy_core.app.programs import REMEDY
 from kproxy_core.app.programs import Program as Writer
 from kproxy_core.contract.values import KernelSide, Translation
 from kproxy_core.model.address import Address, Family, format_socket, is_loopback
 from kproxy_core.model.service import Destination
-from kproxy_core.nft.expressions import BaseChain, HeldSet, Ruleset
-from kproxy_core.nft.interpret import End, Fate, Program
+from kproxy_core.nft.expressions import CERTAIN, BaseChain, Branch, HeldSet, Ruleset
+from kproxy_core.nft.interpret import End, Fate, Program, Way
 from kproxy_core.nft.packet import (
     LOOPBACK,
     NO_INTERFACE,
@@ -34,13 +36,15 @@ from kproxy_core.nft.packet import (
 )
 from kproxy_core.nft.rules import HeldRule
 from kproxy_core.observe.logs import printable
+from kproxy_core.plan.fate import EndpointShare, Origin, Outcome, stand_in
 from kproxy_core.plan.fate import Fate as Planned
-from kproxy_core.plan.fate import Origin, Outcome, stand_in
 
 DEPENDS = "depends"
 """The outcome of packets that end in different ways, or of which not everything is known."""
 _MOST_ENDPOINTS = 10
-"""Endpoints of one answer to which packets are followed."""
+"""Endpoints to which packets are followed one by one; of more, some."""
+_MOST_DRAWN = 256
+"""Endpoints that rules may draw; of a Service with more, packets are followed to some."""
 _MOST_PLACES = 3
 _MOST_DOUBTS = 3
 
@@ -60,8 +64,14 @@ class NodeKernel(Protocol):
 
     def addresses(self, interface: Interface) -> Sequence[Address]: ...
 
+    def ports(self, interface: Interface) -> frozenset[str]:
+        """Return the names of a bridge's ports."""
+
     def filters_bridge(self, interface: Interface, family: Family) -> bool:
         """Return whether rules for IP meet packets between the ports of a bridge (br_netfilter)."""
+
+    def chain_names(self, family: str, table: str) -> frozenset[str]:
+        """Return the names of the chains of a table; none without it."""
 
     def writer(self, place: Place) -> Writer | None:
         """Return the program that wrote a rule or policy; None: not known."""
@@ -95,7 +105,7 @@ class _Way(NamedTuple):
         return self.outcome in (Outcome.UNTOUCHED, Outcome.DROPPED) and self.place is None
 
 
-class Way(NamedTuple):
+class Share(NamedTuple):
     """One of the ways in which packets end."""
 
     outcome: str
@@ -115,9 +125,10 @@ class Passage(NamedTuple):
     because: str
     places: tuple[str, ...]
     """Where others end them, or may, in words."""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Share, ...] = ()
     """If that depends on something."""
     remedy: str = ""
+    caveat: str = ""
 
 
 def passage(case: Case, side: KernelSide | None, program: Program, kernel: NodeKernel) -> Passage:
@@ -128,7 +139,11 @@ def passage(case: Case, side: KernelSide | None, program: Program, kernel: NodeK
     if planned.outcome is Outcome.REFUSED and is_loopback(sent.destination) and not any(
             way.is_others for way in ways):
         return Passage(planned.outcome.value, planned.because, ())  # Nothing listens there.
-    return _told(ways, planned, fate, kernel)
+    told, some = _told(ways, planned, fate, kernel), _spread(fate.choices)
+    is_drawn = side is None or side.translation is Translation.RULES
+    if len(some) == len(fate.choices) or (is_drawn and len(fate.choices) <= _MOST_DRAWN):
+        return told
+    return told._replace(caveat=f"packets are followed to {len(some)} of {len(fate.choices):,} endpoints")
 
 
 # The packet and its node.
@@ -136,12 +151,17 @@ def passage(case: Case, side: KernelSide | None, program: Program, kernel: NodeK
 
 def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> Iterator[_Way]:
     translation = Translation.RULES if side is None else side.translation
-    sent, choices = case.question.packet, fate.choices[:_MOST_ENDPOINTS]
+    sent, choices = case.question.packet, _spread(fate.choices)
     dialled = Destination(sent.destination, sent.port)
+    if translation is Translation.RULES and len(fate.choices) > _MOST_DRAWN:
+        for choice in choices:
+            for way in walk.followed(dialled, sent.origin, {choice.where}, translated_to=choice.where):
+                yield way._replace(share=way.share / len(choices))
+        return
     if translation is Translation.RULES:
         ways = list(walk.followed(dialled, sent.origin, {choice.where for choice in fate.choices}))
-        if side is None or not any(way.is_untouched for way in ways) or walk.has_met_proxy or (
-                fate.outcome is Outcome.UNTOUCHED):
+        if side is None or walk.has_rules_of_proxy or fate.outcome is Outcome.UNTOUCHED or not any(
+                way.is_untouched for way in ways):
             yield from ways
             return
         # Its rules are those of iptables-legacy, which translate before the other tables filter.
@@ -164,6 +184,12 @@ def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> 
             yield way._replace(share=way.share * choice.share)
 
 
+def _spread(choices: Sequence[EndpointShare]) -> Sequence[EndpointShare]:
+    """Return some of the endpoints, from all parts of the list."""
+    step = max(1, -(-len(choices) // _MOST_ENDPOINTS))
+    return choices[::step]
+
+
 class _Walk:
     """The ways of the packets of one case."""
 
@@ -171,18 +197,25 @@ class _Walk:
         self._case = case
         self._program = program
         self._kernel = kernel
-        self.has_met_proxy = False
-        """Some packet has met a rule of a service proxy."""
+
+    @property
+    def has_rules_of_proxy(self) -> bool:
+        """Rules of a service proxy are among those of nf_tables."""
+        of = self._case.question.node.family.ip
+        return any(_is_table_of_service_proxy(chain.table) for chain in self._program.base_chains()) or any(
+            _SERVICE_CHAIN.fullmatch(name) for name in self._kernel.chain_names(of, "nat"))
 
     def followed(
         self, to: Destination, origin: Origin, wanted: set[Destination] | None, *,
         is_relayed: bool = False, dialled: Destination | None = None,
+        translated_to: Destination | None = None,
     ) -> Iterator[_Way]:
         """Yield the ways of a packet to *to*.
 
         *wanted*: endpoints to come to; None: this node, which sends it on. *is_relayed*: a process of this
         node sends it, from an address of its own. *dialled*: the destination before a translation that no
-        rule of nf_tables makes.
+        rule of nf_tables makes. *translated_to*: what the service proxy makes of it, whose rules are not
+        followed then.
         """
         sent = self._case.question.packet
         source = None if is_relayed else sent.source
@@ -194,14 +227,35 @@ class _Walk:
             original = flow._replace(destination=dialled.address, port=dialled.port)
             seen = seen._replace(tracking=Tracking.TRACKED, connection=Connection(
                 original, flow.reversed(), Status.DST_NAT | Status.DST_NAT_DONE))
+        if translated_to is not None:
+            way = Way(self._program, _node(self._kernel), is_of_others, is_not_service_chain)
+            way.follow(way.enter(Branch(seen, CERTAIN), partial(_translated, translated_to)))
+            yield from (_way(end, wanted) for end in way.ends)
+            return
         result = self._program.interpret(seen, _node(self._kernel))
-        self.has_met_proxy = self.has_met_proxy or any(map(is_of_service_proxy, result.rules))
         for end in result.ends:
             yield _way(end, wanted)
-        for chain in result.unread:
-            if chain.hook != "egress" and (arrives is None or not arrives.name):
+        for chain in result.unread if origin is not Origin.NODE else ():
+            if chain.hook != "egress" and self._may_meet(chain, arrives):
                 where = f"nft table {chain.family} {chain.table}, chain {chain.name} at hook {chain.hook}"
                 yield _Way(None, f"{where} is not followed", is_others=True, share=0.0, doubts=None)
+
+    def _may_meet(self, chain: BaseChain, arrives: Interface | None) -> bool:
+        """Return whether packets may meet a chain of a bridge, or of the port by which they come to it."""
+        if arrives is None:
+            return True
+        ports = self._kernel.ports(arrives)
+        return bool(ports) and (chain.family == "bridge" or not ports.isdisjoint(chain.devices))
+
+
+def _translated(to: Destination, seen: Seen) -> Seen:
+    flow, connection = seen.packet.flow._replace(destination=to.address, port=to.port), seen.connection
+    if connection is None:
+        return seen
+    status = connection.status | Status.DST_NAT | Status.DST_NAT_DONE
+    return seen._replace(
+        packet=seen.packet.with_flow(flow),
+        connection=connection._replace(status=status, reply=flow.reversed()))
 
 
 def _arrives(case: Case, kernel: NodeKernel) -> Interface | None:
@@ -225,9 +279,10 @@ def _node(kernel: NodeKernel) -> Node:
         if seen.input is None or flow.source is None:
             return kernel.forwarded(flow.destination, seen.mark)
         found = kernel.arrived(flow.destination, flow.source, seen.input.name, seen.mark)
-        if found.type == RTN_UNREACHABLE and kernel.filters_bridge(seen.input, seen.packet.family):
+        if found.type == RTN_UNREACHABLE and seen.packet.family is Family.IPV6 and kernel.filters_bridge(
+                seen.input, Family.IPV6):
             back = kernel.leaving(flow.destination, seen.mark)
-            return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_hooks.c).
+            return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_ipv6.c).
         return found
 
     return Node(route, lambda interface, _: kernel.addresses(interface), arriving=arriving)
@@ -305,7 +360,7 @@ def _depends(ways: Sequence[_Way], kernel: NodeKernel) -> Passage:
         shares[way.outcome, text] = shares.get((way.outcome, text), 0.0) + way.share
         doubts |= dict.fromkeys(way.doubts or ())
     told = tuple(
-        Way(outcome.value if outcome else "unknown", text, round(share, 6) if is_settled else None)
+        Share(outcome.value if outcome else "unknown", text, round(share, 6) if is_settled else None)
         for (outcome, text), share in shares.items())
     because = "; ".join(map(str, told[:_MOST_PLACES + 1]))
     return Passage(DEPENDS, because + _not_understood(tuple(doubts)), (), told)

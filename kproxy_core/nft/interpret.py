@@ -249,13 +249,15 @@ class Way:
     def run(self, first: Branch) -> None:
         self.follow(self.enter(first))
 
-    def enter(self, first: Branch) -> list[Branch]:
-        """Return the packets that pass the first hook, which may translate the destination."""
+    def enter(
+        self, first: Branch, translate: Callable[[Seen], Seen] = lambda seen: seen
+    ) -> list[Branch]:
+        """Return the packets that pass the first hook, which may translate the destination. See `hook`."""
         if not first.seen.is_from_node:
             arrived = [first.of(first.seen._replace(output=NO_INTERFACE))]
-            return self.hook("prerouting", self._at_device("ingress", arrived))
+            return self.hook("prerouting", self._at_device("ingress", arrived), translate)
         routed = [_leaving(branch) for branch in self._routed([first])]
-        return [_leaving(branch) for branch in self.hook("output", routed)]
+        return [_leaving(branch) for branch in self.hook("output", routed, translate)]
 
     def follow(self, branches: Sequence[Branch]) -> None:
         """Follow packets that have passed the first hook to their ends."""

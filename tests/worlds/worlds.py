@@ -103,7 +103,7 @@ class WorldPlay(ExplainedPlay):
         """Remove all neighbours."""
         for table in self._node.run("nft", "list", "tables").splitlines():
             _, of, name = table.split()
-            if (of == "inet" and name != "judge") or re.fullmatch(r"t\d+", name):
+            if (of in ("inet", "netdev") and name != "judge") or re.fullmatch(r"t\d+", name):
                 with suppress(CommandFailed):
                     self._node.run("nft", "delete", "table", of, name)
         if self._own:

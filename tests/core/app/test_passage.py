@@ -60,8 +60,14 @@ class Kernel(NamedTuple):
     def addresses(self, interface: Interface) -> Sequence[Address]:
         return [OWN]
 
+    def ports(self, interface: Interface) -> frozenset[str]:
+        return frozenset()
+
     def filters_bridge(self, interface: Interface, family: Family) -> bool:
         return False
+
+    def chain_names(self, family: str, table: str) -> frozenset[str]:
+        return frozenset()
 
     def writer(self, place: Place) -> Writer | None:
         return None
@@ -109,3 +115,11 @@ def test_packets_are_followed_from_the_place_of_their_translation(
 def test_a_virtual_server_of_an_address_that_the_node_lacks_gets_nothing() -> None:
     told = found(Origin.POD, [REMOTE], VIRTUAL_SERVER, Kernel(True))
     assert (told.outcome, told.because) == ("not touched", "it is sent on as it came")
+
+
+@pytest.mark.parametrize("translation", [RULES, SOCKET])
+def test_packets_to_many_endpoints_are_followed_to_some(translation: Translation) -> None:
+    endpoints = [Address(bytes((10, 200, number // 250, number % 250))) for number in range(4_100)]
+    told = found(Origin.POD, endpoints, translation, Kernel(True))
+    assert (told.outcome, told.caveat) == (
+        "forwarded", "packets are followed to 10 of 4,100 endpoints")
