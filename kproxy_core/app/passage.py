@@ -245,7 +245,8 @@ class _Walk:
         if arrives is None:
             return True
         ports = self._kernel.ports(arrives)
-        return bool(ports) and (chain.family == "bridge" or not ports.isdisjoint(chain.devices))
+        return bool(ports) and (
+            chain.family == "bridge" or not (ports | {arrives.name}).isdisjoint(chain.devices))
 
 
 def _translated(to: Destination, seen: Seen) -> Seen:
@@ -285,7 +286,10 @@ def _node(kernel: NodeKernel) -> Node:
             return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_ipv6.c).
         return found
 
-    return Node(route, lambda interface, _: kernel.addresses(interface), arriving=arriving)
+    return Node(
+        route, lambda interface, _: kernel.addresses(interface), arriving=arriving,
+        has_ingress_first=lambda interface: not any(
+            kernel.filters_bridge(interface, family) for family in Family))
 
 
 # One end of its ways.

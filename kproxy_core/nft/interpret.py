@@ -303,7 +303,10 @@ class Way:
         passed = []
         for branch in branches:
             device = branch.seen.input if hook == "ingress" else branch.seen.output
-            chains = self._program.chains_of(hook, device.name) if device is not None else []
+            if device is None or (hook == "ingress" and not self.node.has_ingress_first(device)):
+                passed.append(branch)
+                continue
+            chains = self._program.chains_of(hook, device.name)
             self.followed.update(chains)
             passed += self._through_each(chains, [branch])
         return passed

@@ -288,6 +288,9 @@ class Node(NamedTuple):
     """Returns whether a list of match ``recent`` holds an address."""
     is_bridged: Callable[[Address | None], bool | Depends] = lambda source: Depends("match physdev")
     """Returns whether packets of a sender are on a bridge's port when they meet the rules."""
+    has_ingress_first: Callable[[Interface], bool] = lambda interface: True
+    """Returns whether packets pass hook ``ingress`` of an interface before those of IP: with br_netfilter,
+    they pass that of a bridge behind them."""
     arriving: Callable[[Seen], Route | None] | None = None
     """Returns the route of a packet that arrived; without it, `route` does."""
 

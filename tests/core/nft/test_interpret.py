@@ -145,11 +145,15 @@ def test_a_packet_ends_where_it_is_predicted(judge: Judge, name: str) -> None:
     assert not compare(judge, [case.probe]).problems
 
 
-def test_chains_that_are_not_followed_are_named(judge: Judge) -> None:
-    assert judge.load(
-        Family.IPV4, "table netdev t { chain c { type filter hook ingress device c0 priority 0; }; }")
-    (result,) = judge.predict([probe_to()])
-    assert [(each.family, each.table, each.hook) for each in result.unread] == [("netdev", "t", "ingress")]
+def test_chains_of_the_device_by_which_a_packet_arrives_are_followed(judge: Judge) -> None:
+    assert judge.load(Family.IPV4, (
+        "table netdev t { chain c { type filter hook ingress device c0 priority 0; ip daddr 10.0.9.9 drop; };"
+        "chain o { type filter hook ingress device s0 priority 0; drop; }; }"))
+    for to, fate in (("10.0.9.9", Fate.DROPPED), ("10.0.9.8", Fate.SENT)):
+        (result,) = judge.predict([probe := probe_to(to)])
+        assert [(end.fate, end.is_certain) for end in result.ends] == [(fate, True)]
+        assert [chain.name for chain in result.unread] == ["o"]
+        assert bool(judge.send([probe]).passed) is (fate is Fate.SENT)
 
 
 class Written:
