@@ -121,7 +121,11 @@ def refused_in(error: BaseException | None) -> MissingRight | None:
 
     So is a program that was not found, unless only the test has hidden it.
     """
+    seen: set[int] = set()  # Errors may cause each other: one that is raised again from another.
     while error is not None and not isinstance(error, MissingRight):
+        if id(error) in seen:
+            return None
+        seen.add(id(error))
         for found in _NOT_FOUND.finditer(str(error)):
             name = found[found.lastindex or 0]
             if shutil.which(name, path=_PATH) is None:

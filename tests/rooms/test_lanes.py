@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance.test_conformance import MODES
 from tests.lanes import GATE, TEST, Lane, logged, run, tally_of
-from tests.rights import NEEDS
+from tests.rights import NEEDS, refused_in
 from tests.rooms.modules import CHECKOUT
 from tests.rooms.pure import is_pure
 
@@ -68,6 +68,12 @@ def test_logs_are_kept_of_failures_only(
     announced = re.findall("^logs: (.*)", capsys.readouterr().out, re.MULTILINE)
     assert announced == [str(path) for path in kept]
     assert all((path / "0-ends.log").exists() for path in kept)
+
+
+def test_a_failure_with_errors_that_cause_each_other_is_no_missing_right() -> None:
+    first, second = OSError("first"), OSError("second")
+    first.__cause__, second.__context__ = second, first
+    assert refused_in(first) is None
 
 
 def test_rights_are_those_of_tests_that_exist(found: dict[str, Any]) -> None:
