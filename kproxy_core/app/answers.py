@@ -38,7 +38,7 @@ from kproxy_core.contract.registry import Registry
 from kproxy_core.contract.values import BackendSettings, Caveat, KernelSide, Scope, Update
 from kproxy_core.kube.encode import encode_node, encode_objects, encode_service_cidr
 from kproxy_core.kube.store import Store
-from kproxy_core.linux import process, routes, sysctl
+from kproxy_core.linux import process, routes, rulesets, sysctl
 from kproxy_core.linux.addresses import interface_towards, read_interface_addresses
 from kproxy_core.linux.errors import HostError, doing
 from kproxy_core.linux.libnftables import rule_text
@@ -235,6 +235,9 @@ class _ThisKernel:
         except HostError:
             return False  # Without br_netfilter.
         return for_all or link.calls[family is Family.IPV6]
+
+    def is_recent(self, name: str, source: Address) -> bool | None:
+        return rulesets.is_recent(name, source)
 
     def chain_names(self, family: str, table: str) -> frozenset[str]:
         return self._ruleset.chain_names(family, table)

@@ -23,6 +23,7 @@ from kproxy_core.nft.packet import (
     NO_INTERFACE,
     RTN_UNREACHABLE,
     Connection,
+    Depends,
     Flow,
     Interface,
     Node,
@@ -69,6 +70,9 @@ class NodeKernel(Protocol):
 
     def filters_bridge(self, interface: Interface, family: Family) -> bool:
         """Return whether rules for IP meet packets between the ports of a bridge (br_netfilter)."""
+
+    def is_recent(self, name: str, source: Address) -> bool | None:
+        """Return whether a list of match ``recent`` holds an address; None if it can't be read."""
 
     def chain_names(self, family: str, table: str) -> frozenset[str]:
         """Return the names of the chains of a table; none without it."""
@@ -228,11 +232,11 @@ class _Walk:
             seen = seen._replace(tracking=Tracking.TRACKED, connection=Connection(
                 original, flow.reversed(), Status.DST_NAT | Status.DST_NAT_DONE))
         if translated_to is not None:
-            way = Way(self._program, _node(self._kernel), is_of_others, is_not_service_chain)
+            way = Way(self._program, _node(self._kernel, arrives), is_of_others, is_not_service_chain)
             way.follow(way.enter(Branch(seen, CERTAIN), partial(_translated, translated_to)))
             yield from (_way(end, wanted) for end in way.ends)
             return
-        result = self._program.interpret(seen, _node(self._kernel))
+        result = self._program.interpret(seen, _node(self._kernel, arrives))
         for end in result.ends:
             yield _way(end, wanted)
         for chain in result.unread if origin is not Origin.NODE else ():
@@ -269,7 +273,7 @@ def _arrives(case: Case, kernel: NodeKernel) -> Interface | None:
     return None if found == LOOPBACK else found
 
 
-def _node(kernel: NodeKernel) -> Node:
+def _node(kernel: NodeKernel, arrives: Interface | None) -> Node:
     def route(address: Address, mark: Number) -> Route | None:
         return kernel.leaving(address, mark) if isinstance(mark, int) else None
 
@@ -286,8 +290,18 @@ def _node(kernel: NodeKernel) -> Node:
             return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_ipv6.c).
         return found
 
+    def is_bridged(source: Address | None) -> bool | Depends:
+        if arrives is None:
+            return Depends("match physdev")
+        return any(kernel.filters_bridge(arrives, family) for family in Family)
+
+    def is_recent(name: str, source: Address | None) -> bool | Depends:
+        held = None if source is None else kernel.is_recent(name, source)
+        return Depends("match recent") if held is None else held
+
     return Node(
-        route, lambda interface, _: kernel.addresses(interface), arriving=arriving,
+        route, lambda interface, _: kernel.addresses(interface), is_bridged=is_bridged, is_recent=is_recent,
+        arriving=arriving,
         has_ingress_first=lambda interface: not any(
             kernel.filters_bridge(interface, family) for family in Family))
 
@@ -313,9 +327,6 @@ def _ended(end: End, wanted: set[Destination] | None) -> _Way:
         return _Way(Outcome.DROPPED, end.why or "it has no route", True, 1.0)
     if end.fate not in (Fate.DELIVERED, Fate.SENT):
         return _Way(None, end.fate.value, True, 1.0, place=place)
-    if seen.untracked_by is not None and wanted is not None:
-        return _Way(Outcome.UNTOUCHED, "exempts it from translation: it is not tracked", True, 1.0,
-                    place=seen.untracked_by)
     by = connection.translated_by if connection is not None else None
     is_proxys = by is not None and is_of_service_proxy(by)
     if flow.destination is None or flow.port is None:
@@ -325,6 +336,9 @@ def _ended(end: End, wanted: set[Destination] | None) -> _Way:
     where = Destination(flow.destination, flow.port)
     if where in wanted if wanted is not None else end.fate is Fate.DELIVERED:
         return _Way(Outcome.FORWARDED, "", False, 1.0)
+    if seen.untracked_by is not None:
+        return _Way(Outcome.UNTOUCHED, "exempts it from translation: it is not tracked", True, 1.0,
+                    place=seen.untracked_by)
     if by is not None and connection is not None and connection.status & Status.DST_NAT:
         return _Way(
             Outcome.UNTOUCHED, f"translates it to {format_socket(*where)}", not is_proxys, 1.0, place=by)

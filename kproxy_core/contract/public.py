@@ -34,8 +34,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "kproxy_core.linux.relay.orders": ("Count", "Endpoint", "Serve", "WorkerSettings"),
     "kproxy_core.linux.relay.pool": ("Worker", "WorkerPool"),
     "kproxy_core.linux.rulesets": (
-        "KUBE_PROXY_TABLE", "MARKER", "chain_exists", "has_kube_proxy", "has_marker", "marker_changes",
-        "marker_creation", "ruleset", "table_exists",
+        "KUBE_PROXY_TABLE", "MARKER", "chain_exists", "has_kube_proxy", "has_marker", "is_recent",
+        "marker_changes", "marker_creation", "ruleset", "table_exists",
     ),
     "kproxy_core.linux.sockets": (
         "UdpSocket", "connected_udp_sockets", "destroy_tcp_sockets", "destroy_udp_sockets", "peer_of",

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from kproxy_core.linux.errors import doing
 from kproxy_core.linux.programs import OwnProcesses
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family, format_address
 from kproxy_core.nft import listing
 from kproxy_core.nft.listing import TableName
 from kproxy_core.nft.messages import Command
@@ -80,3 +81,17 @@ def marker_changes(family: Family, *, wanted: bool) -> list[Command]:
         return marker_creation(family)
     table = Table(family, KUBE_PROXY_TABLE)
     return list(table.remove([Chain(MARKER)])) if has_kube_proxy(family) else [table.delete()]
+
+
+_RECENT: Final = Path("/proc/thread-self/net/xt_recent")
+
+
+def is_recent(name: str, source: Address) -> bool | None:
+    """Return whether the list *name* of the match ``recent`` holds *source*; None if it can't be read."""
+    try:
+        lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    # The kernel writes IPv6 addresses in full.
+    text = format_address(source) if len(source) == 4 else source.hex(":", 2)
+    return any(f"src={text} " in line for line in lines)

@@ -402,11 +402,22 @@ def _recent(sight: Sight, revision: int, info: bytes) -> Answer:
 _RECENT_SET = 2
 """XT_RECENT_SET: it adds the sender to a list, and always matches."""
 
+
+def _physdev(sight: Sight, revision: int, info: bytes) -> Answer:
+    inverted, does = struct.unpack_from("=2B", info, 64)
+    if does != _PHYSDEV_IS_IN:
+        raise Unreadable("match physdev")
+    return _inverted(sight.node.is_bridged(sight.seen.packet.flow.source), inverted & _PHYSDEV_IS_IN)
+
+
+_PHYSDEV_IS_IN = 8
+"""XT_PHYSDEV_OP_ISIN."""
+
 _MATCHES: Final[dict[str, Callable[[Sight, int, bytes], Answer]]] = {
     "comment": lambda sight, revision, info: True,
     "conntrack": _conntrack, "state": _state, "connmark": _connmark, "mark": _mark, "addrtype": _addrtype,
     "rpfilter": _rpfilter, "tcp": _tcp, "udp": _udp, "sctp": _sctp, "multiport": _multiport,
-    "iprange": _iprange, "recent": _recent,
+    "iprange": _iprange, "recent": _recent, "physdev": _physdev,
     "owner": _owner, "pkttype": _pkttype, "cgroup": _cgroup, "statistic": _statistic,
     # The packets of which this tells have no extension headers.
     **dict.fromkeys(("rt", "frag", "hbh", "dst", "ah", "esp", "mh"), lambda sight, revision, info: False),

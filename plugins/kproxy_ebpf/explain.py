@@ -90,9 +90,11 @@ def _in_front(
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:
-    """Return whether programs decide for this client. The rules decide for the Service's own endpoints."""
+    """Return whether programs decide for this client. Rules decide for pods that are endpoints themselves."""
     packet, plan = question.packet, question.plan
-    if packet.origin is Origin.OUTSIDE or (plan is not None and packet.source in plan.hairpins):
+    if packet.origin is Origin.OUTSIDE:
+        return False
+    if packet.origin is Origin.POD and plan is not None and packet.source in plan.hairpins:
         return False
     return packet.origin is Origin.NODE or not only_node_clients(settings.clients, question.node)
 

@@ -20,9 +20,9 @@ from kproxy_core.contract import (
     kind_of,
     parse_address,
 )
+from kproxy_core.linux.rulesets import is_recent
 from kproxy_core.nft.interpret import is_translated
 from kproxy_core.nft.packet import Status
-from kproxy_iptables import kernel
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.settings import Settings
 from kproxy_iptables.skeleton import JUMPS, Facts, serves_loopback, skeleton
@@ -78,7 +78,7 @@ class _Rules(Ruleset):
     """Chains, and the kernel's lists of recent clients."""
 
     def is_recent(self, name: str, source: Address) -> bool:
-        return kernel.is_recent(name, source)
+        return bool(is_recent(name, source))
 
 
 class _OnDemand(_Rules):

@@ -1,10 +1,9 @@
-"""Input and output of the mode: tables, lists of recent clients, accounting objects and settings."""
+"""Input and output of the mode: tables, accounting objects and settings."""
 
 import errno
 import logging
-from pathlib import Path
 
-from kproxy_core.contract import Address, HostError, SyncFailed, format_address
+from kproxy_core.contract import HostError, SyncFailed
 from kproxy_core.linux import sysctl
 from kproxy_core.netlink import messages as netlink
 from kproxy_core.netlink.sockets import NetlinkSocket
@@ -14,8 +13,6 @@ from kproxy_iptables.skeleton import Facts
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")
-
-_RECENT = Path("/proc/thread-self/net/xt_recent")
 
 _NEW, _GET = 7 << 8, 7 << 8 | 1
 _NAME, _PACKETS = 1, 2
@@ -35,17 +32,6 @@ def read(tables: Tables) -> Observed:
             jumps = [line for line in lines if "-j KUBE-" in line]
             observed.chains[table, chain] = saved._replace(lines=jumps).rules
     return observed
-
-
-def is_recent(name: str, source: Address) -> bool:
-    """Return whether the list *name* of the match ``recent`` holds *source*; False if it can't be read."""
-    try:
-        lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return False
-    # The kernel writes IPv6 addresses in full.
-    text = format_address(source) if len(source) == 4 else source.hex(":", 2)
-    return any(f"src={text} " in line for line in lines)
 
 
 # Accounting objects (linux/netfilter/nfnetlink_acct.h), with which some rules count packets. In a kernel

@@ -125,7 +125,8 @@ class PacketJudge:
         sock = self._topology[attempt.host].socket(
             family, socket.SOCK_STREAM if is_stream else socket.SOCK_DGRAM)
         sock.setblocking(False)
-        sock.setsockopt(*_FREEBIND[family], 1)
+        if attempt.host == "client":  # Which sends from addresses of a crowd, too.
+            sock.setsockopt(*_FREEBIND[family], 1)
         sock.setsockopt(*_ERRORS[family], 1)
         sock.setsockopt(*_HOPS[family], _FIRST_HOPS + 2 * number)
         port = 10_000 + next(self._source_ports) % 20_000

@@ -16,6 +16,8 @@ _MAY_BE: Mapping[str, frozenset[str]] = {
     "dropped": frozenset({DROPPED, UNREACHABLE}),
     # The dialled host decides.
     "not touched": frozenset({REACHED, REFUSED, DROPPED, UNREACHABLE}),
+    # The endpoint decides, or what is not known.
+    "depends": frozenset({REACHED, REFUSED, DROPPED, UNREACHABLE}),
 }
 
 

@@ -66,6 +66,9 @@ class Kernel(NamedTuple):
     def filters_bridge(self, interface: Interface, family: Family) -> bool:
         return False
 
+    def is_recent(self, name: str, source: Address) -> bool | None:
+        return None
+
     def chain_names(self, family: str, table: str) -> frozenset[str]:
         return frozenset()
 
