@@ -156,11 +156,12 @@ def passage(case: Case, side: KernelSide | None, program: Program, kernel: NodeK
 def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> Iterator[_Way]:
     translation = Translation.RULES if side is None else side.translation
     sent, choices = case.question.packet, _spread(fate.choices)
+    followed = sum(choice.share for choice in choices)
     dialled = Destination(sent.destination, sent.port)
     if translation is Translation.RULES and len(fate.choices) > _MOST_DRAWN:
         for choice in choices:
             for way in walk.followed(dialled, sent.origin, {choice.where}, translated_to=choice.where):
-                yield way._replace(share=way.share / len(choices))
+                yield way._replace(share=way.share * choice.share / followed)
         return
     if translation is Translation.RULES:
         ways = list(walk.followed(dialled, sent.origin, {choice.where for choice in fate.choices}))
@@ -171,7 +172,7 @@ def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> 
         # Its rules are those of iptables-legacy, which translate before the other tables filter.
         for choice in choices:
             for way in walk.followed(choice.where, sent.origin, {choice.where}, dialled=dialled):
-                yield way._replace(share=way.share * choice.share)
+                yield way._replace(share=way.share * choice.share / followed)
     if fate.outcome is not Outcome.FORWARDED:
         yield _Way(fate.outcome, fate.because, is_others=False, share=1.0)
     if fate.outcome is not Outcome.FORWARDED or translation is Translation.RULES:
@@ -185,7 +186,7 @@ def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> 
         origin = sent.origin if translation is Translation.SOCKET else Origin.NODE
         for way in walk.followed(
                 choice.where, origin, {choice.where}, is_relayed=translation is Translation.RELAY):
-            yield way._replace(share=way.share * choice.share)
+            yield way._replace(share=way.share * choice.share / followed)
 
 
 def _spread(choices: Sequence[EndpointShare]) -> Sequence[EndpointShare]:

@@ -126,3 +126,9 @@ def test_packets_to_many_endpoints_are_followed_to_some(translation: Translation
     told = found(Origin.POD, endpoints, translation, Kernel(True))
     assert (told.outcome, told.caveat) == (
         "forwarded", "packets are followed to 10 of 4,100 endpoints")
+
+
+def test_shares_are_those_of_the_endpoints_that_are_followed() -> None:
+    endpoints = [OWN, *(Address(bytes((10, 200, 0, number))) for number in range(99))]
+    told = found(Origin.POD, endpoints, SOCKET, Kernel(False))
+    assert [(way.outcome, way.share) for way in told.ways] == [("forwarded", 0.1), ("dropped", 0.9)]
