@@ -511,6 +511,8 @@ def answer(
         "outcome": fate.outcome.value,
         "planned": fate.outcome.value,
         "because": fate.because,
+        "ways": [],
+        "remedy": "",
         "policy": fate.policy.value if fate.policy else "",
         "endpoints": _endpoints(fate),
         "not_chosen": [],

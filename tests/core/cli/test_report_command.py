@@ -44,6 +44,10 @@ def test_another_machine_answers_from_the_archive_as_the_node_does(node: Namespa
     archive = tmp_path / "report.tar.gz"
     node.run("ip", "link", "set", "lo", "up")
     node.run("ip", "address", "add", "172.30.0.1/32", "dev", "lo")
+    node.ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+    for family, setting in (("-4", "net.ipv4.ip_forward"), ("-6", "net.ipv6.conf.all.forwarding")):
+        node.run("ip", family, "route", "add", "default", "dev", "up0")
+        node.run("sysctl", "-qw", f"{setting}=1")
     flags = ("--mode=nftables", f"--manifests={SHOP}", f"--config={CONFIG}", "--hostname-override=node1")
     with running(node, *flags) as proxy:
         proxy.await_health()
