@@ -207,7 +207,7 @@ class _Walk:
     def has_rules_of_proxy(self) -> bool:
         """Rules of a service proxy are among those of nf_tables."""
         of = self._case.question.node.family.ip
-        return any(_is_table_of_service_proxy(chain.table) for chain in self._program.base_chains()) or any(
+        return any(chain.table in _TABLES for chain in self._program.base_chains()) or any(
             _SERVICE_CHAIN.fullmatch(name) for name in self._kernel.chain_names(of, "nat"))
 
     def followed(
@@ -429,8 +429,12 @@ def is_of_service_proxy(place: Place) -> bool:
     return _is_table_of_service_proxy(place.table) or _SERVICE_CHAIN.fullmatch(place.chain) is not None
 
 
+_TABLES: Final = ("kproxy", "kube-proxy")
+"""Those that translate; others of kproxy's reset connections, for example, in all modes."""
+
+
 def _is_table_of_service_proxy(name: str) -> bool:
-    return name in ("kproxy", "kube-proxy") or name.startswith("kproxy-")
+    return name in _TABLES or name.startswith("kproxy-")
 
 
 class WithMemory:
