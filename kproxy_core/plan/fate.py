@@ -122,7 +122,10 @@ def stand_in(origin: Origin, node: NodeView) -> Address:
         return node.node_ip or next(iter(node.node_port_addresses), node.family.loopback)
     if origin is Origin.POD and local is not None and local.cidr is not None:
         return _last_host(local.cidr)
-    return parse_address("192.0.2.1" if node.family is Family.IPV4 else "2001:db8::1")
+    # Not one of the node's own, from which rules would take it for the node.
+    examples = ("192.0.2.1", "192.0.2.2") if node.family is Family.IPV4 else ("2001:db8::1", "2001:db8::2")
+    first, second = map(parse_address, examples)
+    return second if first == node.node_ip or first in node.node_port_addresses else first
 
 
 def comes_from_pods(packet: Packet, node: NodeView) -> bool:
