@@ -1,9 +1,9 @@
 """Places where chains of other programs end packets, or keep a service proxy from translating them. Pure."""
 
-import re
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from kproxy_core.app.programs import is_not_service_chain, is_table_of_service_proxy
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.nft.expressions import CERTAIN, BaseChain, Branch, Chance, Ruleset
 from kproxy_core.nft.interpret import End, Fate, Program, Way, track
@@ -41,8 +41,6 @@ class FilteredPacket(NamedTuple):
     is_translated: bool
     is_from_node: bool
     is_to_node: bool
-    mark: int | None = 0
-    """At the first hook, behind the translation, which may set it. Chains may change it on the way."""
     is_dialled_on_node: bool | None = None
     """Whether the destination before any translation is an address of the node."""
 
@@ -97,7 +95,7 @@ def drops(
         is_dialled = packet.dialled_port is not None if with_nat is None else with_nat
         follows = is_of_others if is_dialled else _is_filter_of_others
         walk = Way(program, _node_of(packet), follows, is_not_service_chain)
-        branches = [_at(branch, hook, packet) for branch in branches] or [
+        branches = [_at(branch, packet) for branch in branches] or [
             Branch(_first(packet, hook), CERTAIN)]
         diverted: list[Branch] = []
         if hook in ("prerouting", "output"):
@@ -169,25 +167,20 @@ def _first(packet: FilteredPacket, hook: str) -> Seen:
     """Return *packet* as the first chains of its first hook see it."""
     flow = Flow(packet.source, packet.dialled, None, packet.dialled_port)
     before = hook in ("prerouting", "output")
-    mark: Number = "the mark" if packet.mark is None or (packet.mark and before) else packet.mark
     # Within hook "output" it keeps the interface to which it was routed before the translation.
     output = None if hook == "output" and packet.is_translated else packet.output
-    seen = Seen(
-        Packet.of(packet.family, packet.protocol, flow), packet.input, output, packet.is_from_node, mark)
+    seen = Seen(Packet.of(packet.family, packet.protocol, flow), packet.input, output, packet.is_from_node)
     return seen if before else _translation_of(packet)(track(seen))
 
 
-def _at(branch: Branch, hook: str, packet: FilteredPacket) -> Branch:
+def _at(branch: Branch, packet: FilteredPacket) -> Branch:
     """Return a packet as it comes to the next hook."""
-    seen = branch.seen
-    if hook == "output" and packet.is_from_node and not seen.is_from_node:
-        return branch._replace(seen=_first(packet, hook))
-    return branch._replace(seen=seen._replace(
+    return branch._replace(seen=branch.seen._replace(
         input=packet.input, output=packet.output, is_from_node=packet.is_from_node))
 
 
 def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
-    """Return the translation that a service proxy makes, which may mark the packet, too."""
+    """Return the translation that a service proxy makes."""
 
     def translate(seen: Seen) -> Seen:
         flow = seen.packet.flow._replace(destination=packet.destination, port=packet.port)
@@ -195,9 +188,7 @@ def _translation_of(packet: FilteredPacket) -> Callable[[Seen], Seen]:
         if connection is not None and packet.is_translated:
             connection = connection._replace(
                 status=connection.status | Status.DST_NAT | Status.DST_NAT_DONE, reply=flow.reversed())
-        mark: Number = seen.mark if seen.mark != "the mark" or packet.mark is None else packet.mark
-        return seen._replace(
-            packet=seen.packet.with_flow(flow), connection=connection, mark=mark)
+        return seen._replace(packet=seen.packet.with_flow(flow), connection=connection)
 
     return translate
 
@@ -208,18 +199,7 @@ def _is_filter_of_others(chain: BaseChain) -> bool:
 
 def is_of_others(chain: BaseChain) -> bool:
     """Return whether a chain is in no table of kproxy's or kube-proxy's, which ``kproxy explain`` reads."""
-    return chain.table not in ("kproxy", "kube-proxy") and not chain.table.startswith("kproxy-")
-
-
-_SERVICE_CHAIN: Final = re.compile(
-    r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
-    r"SOURCE-RANGES-FIREWALL|POSTROUTING|(PORTALS|NODEPORT)-(CONTAINER|HOST)|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
-"""Chains of service proxies in the tables of iptables, which are not other programs' either.
-KUBE-FORWARD is not among them: it accepts packets before others drop them."""
-
-
-def is_not_service_chain(name: str) -> bool:
-    return _SERVICE_CHAIN.fullmatch(name) is None
+    return not is_table_of_service_proxy(chain.table)
 
 
 # In words.

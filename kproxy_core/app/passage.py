@@ -4,14 +4,20 @@ The rules of a service proxy are followed as those of any other program: its pla
 them. Where it translates elsewhere than in rules of nf_tables, the packet is followed from there on.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
-from kproxy_core.app.drops import is_not_service_chain, is_of_others
+from kproxy_core.app.drops import is_of_others
 from kproxy_core.app.explain import Case, decide_case
-from kproxy_core.app.programs import REMEDY
+from kproxy_core.app.programs import (
+    REMEDY,
+    TRANSLATING_TABLES,
+    is_chain_of_service_proxy,
+    is_not_service_chain,
+    is_of_service_proxy,
+    is_table_of_service_proxy,
+)
 from kproxy_core.app.programs import Program as Writer
 from kproxy_core.contract.values import KernelSide, Translation
 from kproxy_core.model.address import Address, Family, format_socket, is_loopback
@@ -165,8 +171,8 @@ def _ways(case: Case, side: KernelSide | None, fate: Planned, walk: "_Walk") -> 
         return
     if translation is Translation.RULES:
         ways = list(walk.followed(dialled, sent.origin, {choice.where for choice in fate.choices}))
-        if side is None or walk.has_rules_of_proxy or fate.outcome is Outcome.UNTOUCHED or not any(
-                way.is_untouched for way in ways):
+        if side is None or fate.outcome is Outcome.UNTOUCHED or not any(
+                way.is_untouched for way in ways) or walk.has_rules_of_proxy:
             yield from ways
             return
         # Its rules are those of iptables-legacy, which translate before the other tables filter.
@@ -207,8 +213,8 @@ class _Walk:
     def has_rules_of_proxy(self) -> bool:
         """Rules of a service proxy are among those of nf_tables."""
         of = self._case.question.node.family.ip
-        return any(chain.table in _TABLES for chain in self._program.base_chains()) or any(
-            _SERVICE_CHAIN.fullmatch(name) for name in self._kernel.chain_names(of, "nat"))
+        return any(chain.table in TRANSLATING_TABLES for chain in self._program.base_chains()) or any(
+            is_chain_of_service_proxy(name) for name in self._kernel.chain_names(of, "nat"))
 
     def followed(
         self, to: Destination, origin: Origin, wanted: set[Destination] | None, *,
@@ -291,10 +297,11 @@ def _node(kernel: NodeKernel, arrives: Interface | None) -> Node:
             return back if back.output == seen.input else found  # Bridged, not routed (br_netfilter_ipv6.c).
         return found
 
+    def is_filtered_bridge(interface: Interface) -> bool:
+        return any(kernel.filters_bridge(interface, family) for family in Family)
+
     def is_bridged(source: Address | None) -> bool | Depends:
-        if arrives is None:
-            return Depends("match physdev")
-        return any(kernel.filters_bridge(arrives, family) for family in Family)
+        return Depends("match physdev") if arrives is None else is_filtered_bridge(arrives)
 
     def is_recent(name: str, source: Address | None) -> bool | Depends:
         held = None if source is None else kernel.is_recent(name, source)
@@ -303,8 +310,7 @@ def _node(kernel: NodeKernel, arrives: Interface | None) -> Node:
     return Node(
         route, lambda interface, _: kernel.addresses(interface), is_bridged=is_bridged, is_recent=is_recent,
         arriving=arriving,
-        has_ingress_first=lambda interface: not any(
-            kernel.filters_bridge(interface, family) for family in Family))
+        has_ingress_first=lambda interface: not is_filtered_bridge(interface))
 
 
 # One end of its ways.
@@ -418,25 +424,6 @@ def _not_understood(doubts: Sequence[str]) -> str:
     return printable(f"; not understood: {', '.join(doubts[:_MOST_DOUBTS])}{more}") if doubts else ""
 
 
-_SERVICE_CHAIN: Final = re.compile(
-    r"KUBE-(SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|FORWARD|MARK-.*|"
-    r"S(VC|VL|EP)-.*|EXT-.*|FW-.*|XLB-.*|FIREWALL|LOAD-BALANCER|SOURCE-RANGES-FIREWALL|POSTROUTING|"
-    r"(PORTALS|NODEPORT)-(CONTAINER|HOST)|[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT))")
-
-
-def is_of_service_proxy(place: Place) -> bool:
-    """Return whether a rule is one of kproxy's or kube-proxy's."""
-    return _is_table_of_service_proxy(place.table) or _SERVICE_CHAIN.fullmatch(place.chain) is not None
-
-
-_TABLES: Final = ("kproxy", "kube-proxy")
-"""Those that translate; others of kproxy's reset connections, for example, in all modes."""
-
-
-def _is_table_of_service_proxy(name: str) -> bool:
-    return name in _TABLES or name.startswith("kproxy-")
-
-
 class WithMemory:
     """A ruleset in which the sets of service proxies, which packets fill, know what they hold: affinity."""
 
@@ -451,6 +438,6 @@ class WithMemory:
 
     def held_set(self, family: str, table: str, name: str) -> HeldSet | None:
         held = self._ruleset.held_set(family, table, name)
-        if held is None or not _is_table_of_service_proxy(table):
+        if held is None or not is_table_of_service_proxy(table):
             return held
         return held._replace(is_filled_by_packets=False)

@@ -1,5 +1,6 @@
 """Programs that write rules, told by the names of their tables and chains, and what to do about the rules."""
 
+import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -55,3 +56,36 @@ def program_of(place: Place, chain_names: ChainNames) -> Program | None:
     names = {place.chain} if place.rule is not None else chain_names(place.family, place.table)
     return next(
         (program for program in _PROGRAMS if any(name.startswith(program.chains) for name in names)), None)
+
+
+# Service proxies: kproxy and kube-proxy.
+
+TRANSLATING_TABLES: Final = ("kproxy", "kube-proxy")
+"""Those of nf_tables that translate; others of kproxy's reset connections, for example, in all modes."""
+_ENTRIES: Final = (
+    "SERVICES|EXTERNAL-SERVICES|NODEPORTS|NODE-PORT|NODEPORT-NON-LOCAL|PROXY-FIREWALL|"
+    "SOURCE-RANGES-FIREWALL|POSTROUTING|(PORTALS|NODEPORT)-(CONTAINER|HOST)|"
+    "[A-Z]+-(FILTER|OUT-FILTER|ACCESS|SHORT-CIRCUIT)")
+_ENTRY: Final = re.compile(f"KUBE-({_ENTRIES})")
+"""Chains to which the tables of iptables lead. KUBE-FORWARD is not among them: it accepts packets before
+others drop them."""
+_CHAIN: Final = re.compile(
+    f"KUBE-({_ENTRIES}|FORWARD|MARK-.*|S(VC|VL|EP)-.*|EXT-.*|FW-.*|XLB-.*|FIREWALL|LOAD-BALANCER)")
+
+
+def is_table_of_service_proxy(name: str) -> bool:
+    return name in TRANSLATING_TABLES or name.startswith("kproxy-")
+
+
+def is_not_service_chain(name: str) -> bool:
+    """Return whether a chain is none in which the rules of a service proxy begin."""
+    return _ENTRY.fullmatch(name) is None
+
+
+def is_chain_of_service_proxy(name: str) -> bool:
+    return _CHAIN.fullmatch(name) is not None
+
+
+def is_of_service_proxy(place: Place) -> bool:
+    """Return whether a rule is one of kproxy's or kube-proxy's."""
+    return is_table_of_service_proxy(place.table) or is_chain_of_service_proxy(place.chain)
