@@ -36,7 +36,7 @@ the documentation prefix."""
 
 _RTM_GETROUTE: Final = 26
 _RTMSG: Final = struct.Struct("=BBBBBBBBI")
-_RTA_DST, _RTA_OIF = 1, 4
+_RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_OIF, _RTA_MARK = 1, 2, 3, 4, 16
 _RTN_LOCAL: Final = 2
 _INDEX: Final = struct.Struct("=i")
 
@@ -181,21 +181,36 @@ def _read(accepts: _Accepts) -> set[InterfaceAddress]:
 
 class Route(NamedTuple):
     interface: int
-    is_local: bool
-    """This node receives the packets itself."""
+    type: int
+    """RTN_*."""
+
+    @property
+    def is_local(self) -> bool:
+        """This node receives the packets itself."""
+        return self.type == _RTN_LOCAL
 
 
-def read_route(sock: NetlinkSocket, address: Address) -> Route:
-    """Return the route to *address*, as packets of this node take it. Raises OSError without one."""
+def read_route(
+    sock: NetlinkSocket, address: Address, *, source: Address | None = None, arrived: int = 0, mark: int = 0
+) -> Route:
+    """Return the route to *address*, as packets of this node take it. Raises OSError without one.
+
+    *source* and *arrived*: as packets from there take it that arrived by this interface.
+    """
     family = family_of(address)
-    header = _RTMSG.pack(family.af, family.bits, 0, 0, 0, 0, 0, 0, 0)
-    data, start, end = sock.request_one(_RTM_GETROUTE, header + attribute(_RTA_DST, address))
+    header = _RTMSG.pack(family.af, family.bits, family.bits if source else 0, 0, 0, 0, 0, 0, 0)
+    wanted = attribute(_RTA_DST, address)
+    if source is not None:
+        wanted += attribute(_RTA_SRC, source) + attribute(_RTA_IIF, _INDEX.pack(arrived))
+    if mark:
+        wanted += attribute(_RTA_MARK, struct.pack("=I", mark))
+    data, start, end = sock.request_one(_RTM_GETROUTE, header + wanted)
     with decoding("a route"):
         interface = attributes(data, start + _RTMSG.size, end).get(_RTA_OIF, bytes(4))
         number: int = _INDEX.unpack(interface)[0]
         if number < 0:
             raise ValueError(number)
-        return Route(number, _RTMSG.unpack_from(data, start)[7] == _RTN_LOCAL)
+        return Route(number, _RTMSG.unpack_from(data, start)[7])
 
 
 def interface_towards(address: Address) -> str:

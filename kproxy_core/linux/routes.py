@@ -6,25 +6,18 @@ Everything acts on the network namespace in which the socket was made.
 import errno
 import os
 import socket
-import struct
 from typing import Final, NamedTuple, Self
 
 from kproxy_core.linux import sysctl
-from kproxy_core.linux.addresses import interface_name
+from kproxy_core.linux.addresses import interface_name, read_route
 from kproxy_core.linux.errors import doing
 from kproxy_core.model.address import Address, Family, family_of, format_address
-from kproxy_core.netlink.messages import NETLINK_ROUTE, attribute, attributes, decoding
+from kproxy_core.netlink.messages import NETLINK_ROUTE
 from kproxy_core.netlink.sockets import NetlinkSocket
 
 UNICAST: Final = 1
-LOCAL: Final = 2
 UNREACHABLE: Final = 7
 """Types of routes (RTN_*)."""
-
-_GETROUTE: Final = 26
-_RTMSG: Final = struct.Struct("=BBBBBBBBI")
-_DESTINATION, _SOURCE, _ARRIVED, _OUTPUT, _MARK = 1, 2, 3, 4, 16
-"""RTA_*."""
 
 
 class Route(NamedTuple):
@@ -75,18 +68,9 @@ class Routes:
         return self._known[key]
 
     def _asked(self, destination: Address, source: Address | None, interface: str, mark: int) -> Route:
-        family = family_of(destination)
-        header = _RTMSG.pack(family.af, family.bits, family.bits if source else 0, 0, 0, 0, 0, 0, 0)
-        wanted = attribute(_DESTINATION, destination)
-        if source is not None:
-            wanted += attribute(_SOURCE, source)
-            wanted += attribute(_ARRIVED, struct.pack("=I", socket.if_nametoindex(interface)))
-        if mark:
-            wanted += attribute(_MARK, struct.pack("=I", mark))
-        data, start, end = self._socket.request_one(_GETROUTE, header + wanted)
-        with decoding("a route"):
-            index = int.from_bytes(attributes(data, start + _RTMSG.size, end).get(_OUTPUT, b""), "little")
-            return Route(_RTMSG.unpack_from(data, start)[7], interface_name(index), index)
+        arrived = socket.if_nametoindex(interface) if source is not None else 0
+        found = read_route(self._socket, destination, source=source, arrived=arrived, mark=mark)
+        return Route(found.type, interface_name(found.interface), found.interface)
 
 
 _FORWARDING: Final = {Family.IPV4: "net/ipv4/ip_forward", Family.IPV6: "net/ipv6/conf/all/forwarding"}
